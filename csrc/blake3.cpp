@@ -1,0 +1,174 @@
+#include "blake3.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "blake3_core.h"
+#include "cpu.h"
+
+namespace lmkv {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "words are loaded as they lie");
+
+constexpr std::size_t kMaxLanes = 16;
+
+// One block through the compression function; h becomes the next chaining value.
+void compress(std::uint32_t* h, const std::uint8_t* block, std::uint64_t counter, std::uint32_t length,
+              std::uint32_t flags) {
+    std::uint32_t m[16], v[16];
+    std::memcpy(m, block, sizeof m);
+    std::memcpy(v, h, 32);
+    std::memcpy(v + 8, kIv, 16);
+    v[12] = static_cast<std::uint32_t>(counter);
+    v[13] = static_cast<std::uint32_t>(counter >> 32);
+    v[14] = length;
+    v[15] = flags;
+#pragma GCC unroll 7
+    for (int r = 0; r < 7; ++r)
+#pragma GCC unroll 8
+        for (int q = 0; q < 8; ++q) {
+            const auto& at = kQuarter[q];
+            std::uint32_t a = v[at[0]], b = v[at[1]], c = v[at[2]], d = v[at[3]];
+            a += b + m[kOrder.word[r][2 * q]];
+            d = std::rotr(d ^ a, 16);
+            c += d;
+            b = std::rotr(b ^ c, 12);
+            a += b + m[kOrder.word[r][2 * q + 1]];
+            d = std::rotr(d ^ a, 8);
+            c += d;
+            b = std::rotr(b ^ c, 7);
+            v[at[0]] = a, v[at[1]] = b, v[at[2]] = c, v[at[3]] = d;
+        }
+    for (int i = 0; i < 8; ++i) h[i] = v[i] ^ v[i + 8];
+}
+
+void scalar_lane(const LaneWork& work, std::size_t lane, std::uint8_t* out) {
+    std::uint32_t h[8];
+    std::memcpy(h, work.key, sizeof h);
+    const std::size_t blocks = work.bytes ? (work.bytes + kBlockBytes - 1) / kBlockBytes : 1;
+    for (std::size_t block = 0; block < blocks; ++block) {
+        const bool last = block + 1 == blocks;
+        const std::size_t length = last ? work.bytes - block * kBlockBytes : kBlockBytes;
+        const std::uint8_t* from = work.in[lane] + block * kBlockBytes;
+        std::uint8_t padded[kBlockBytes] = {};
+        if (length < kBlockBytes) {
+            if (length) std::memcpy(padded, from, length);
+            from = padded;
+        }
+        compress(h, from, work.counter + lane * work.counter_step, static_cast<std::uint32_t>(length),
+                 work.flags | (block == 0 ? work.first_flags : 0) | (last ? work.last_flags : 0));
+    }
+    std::memcpy(out, h, sizeof h);
+}
+
+// `lanes` <= kMaxLanes inputs through the widest vector that is not mostly empty.
+void run_lanes(LaneWork work, std::size_t lanes) {
+    std::uint8_t* const out = work.out;
+    if (lanes <= 2) {
+        for (std::size_t i = 0; i < lanes; ++i) scalar_lane(work, i, out + i * kDigestBytes);
+        return;
+    }
+    const Simd level = simd();
+    std::size_t width = 4;
+#if defined(__x86_64__)
+    if (level == Simd::avx512 && lanes > 8) width = 16;
+    else if (level >= Simd::avx2 && lanes > 4) width = 8;
+#else
+    (void)level;
+#endif
+    std::uint8_t filled[kMaxLanes * kDigestBytes];
+    const LaneWork all = work;
+    for (std::size_t base = 0; base < lanes; base += width) {
+        const std::size_t here = std::min(width, lanes - base);
+        for (std::size_t i = 0; i < width; ++i) work.in[i] = all.in[base + std::min(i, here - 1)];
+        work.counter = all.counter + base * all.counter_step;
+        work.out = here == width ? out + base * kDigestBytes : filled;
+#if defined(__x86_64__)
+        if (width == 16) blake3_lanes_x16(work);
+        else if (width == 8) blake3_lanes_x8(work);
+        else
+#endif
+            blake3_lanes_x4(work);
+        if (here < width) std::memcpy(out + base * kDigestBytes, filled, here * kDigestBytes);
+    }
+}
+
+std::size_t left_bytes(std::size_t n) {
+    return std::bit_floor((n - 1) / kChunkBytes) * kChunkBytes;
+}
+
+// Joins pairs of neighbouring subtrees, `lanes` trees side by side.
+void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes, const std::uint32_t* key,
+             std::uint32_t flags, std::uint8_t* out) {
+    LaneWork work{{}, kBlockBytes, key, 0, 0, flags | kParent, 0, 0, out};
+    for (std::size_t i = 0; i < lanes; ++i) work.in[i] = pairs[i];
+    run_lanes(work, lanes);
+}
+
+// The chaining values out[lanes][32] of the subtrees over in[lane][0, n), which starts at chunk `counter`.
+void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes, const std::uint32_t* key,
+              std::uint64_t counter, std::uint32_t flags, std::uint32_t root, std::uint8_t* out) {
+    if (n <= kChunkBytes) {
+        LaneWork work{{}, n, key, counter, 0, flags, kChunkStart, kChunkEnd | root, out};
+        std::copy(in, in + lanes, work.in);
+        return run_lanes(work, lanes);
+    }
+    std::uint8_t pairs[kMaxLanes][2 * kDigestBytes];
+    if (lanes == 1 && n <= kMaxLanes * kChunkBytes && n % kChunkBytes == 0 &&
+        std::has_single_bit(n / kChunkBytes)) {
+        // A lone tree fills the lanes with its own chunks, then with its parents.
+        std::size_t width = n / kChunkBytes;
+        std::uint8_t values[kMaxLanes * kDigestBytes];
+        LaneWork work{{}, kChunkBytes, key, counter, 1, flags, kChunkStart, kChunkEnd, values};
+        for (std::size_t i = 0; i < width; ++i) work.in[i] = in[0] + i * kChunkBytes;
+        run_lanes(work, width);
+        for (; width > 2; width /= 2) {
+            std::memcpy(pairs, values, width * kDigestBytes);
+            parents(pairs, width / 2, key, flags, values);
+        }
+        std::memcpy(pairs, values, sizeof pairs[0]);
+        return parents(pairs, 1, key, flags | root, out);
+    }
+    const std::size_t left = left_bytes(n);
+    std::uint8_t half[kMaxLanes * kDigestBytes];
+    const std::uint8_t* right[kMaxLanes];
+    subtrees(in, left, lanes, key, counter, flags, 0, half);
+    for (std::size_t i = 0; i < lanes; ++i) {
+        std::memcpy(pairs[i], half + i * kDigestBytes, kDigestBytes);
+        right[i] = in[i] + left;
+    }
+    subtrees(right, n - left, lanes, key, counter + left / kChunkBytes, flags, 0, half);
+    for (std::size_t i = 0; i < lanes; ++i)
+        std::memcpy(pairs[i] + kDigestBytes, half + i * kDigestBytes, kDigestBytes);
+    parents(pairs, lanes, key, flags | root, out);
+}
+
+}  // namespace
+
+void blake3(const std::uint8_t* data, std::size_t n, const std::uint8_t* key, std::uint8_t* out) {
+    std::uint32_t words[8];
+    std::memcpy(words, key ? static_cast<const void*>(key) : kIv, sizeof words);
+    subtrees(&data, n, 1, words, 0, key ? kKeyed : 0, kRoot, out);
+}
+
+void blake3_many(const std::uint8_t* data, std::size_t n, std::size_t count, std::uint8_t* out) {
+    const std::uint8_t* in[kMaxLanes];
+    for (std::size_t base = 0; base < count; base += kMaxLanes) {
+        const std::size_t lanes = std::min(kMaxLanes, count - base);
+        for (std::size_t i = 0; i < lanes; ++i) in[i] = data + (base + i) * n;
+        subtrees(in, n, lanes, kIv, 0, 0, kRoot, out + base * kDigestBytes);
+    }
+}
+
+void blake3_link(const std::uint8_t* key, const std::uint8_t* prev, const std::uint8_t* leaf,
+                 const std::uint8_t* extra, std::size_t extra_bytes, std::uint8_t* out) {
+    std::uint8_t message[3 * kDigestBytes];
+    std::memcpy(message, prev, kDigestBytes);
+    std::memcpy(message + kDigestBytes, leaf, kDigestBytes);
+    if (extra_bytes) std::memcpy(message + 2 * kDigestBytes, extra, extra_bytes);
+    blake3(message, 2 * kDigestBytes + extra_bytes, key, out);
+}
+
+}  // namespace lmkv

@@ -1,0 +1,139 @@
+"""The C++ core (csrc/). Addresses are plain integers; nothing here owns them except a Slab.
+
+Calls that touch more than 64 KiB release the GIL. A wrong argument is a ValueError (a TypeError for a wrong
+type) raised before anything is changed. After fork every call works in the child.
+"""
+
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+@final
+class Slab:
+    """A private anonymous mapping of zeros, aligned to 2 MiB, in huge pages when asked and possible.
+
+    MemoryError when it cannot be mapped. close() unmaps: no address in it may be used afterwards.
+    """
+
+    def __init__(self, nbytes: int, huge: bool = True) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """The size asked for, rounded up to whole pages."""
+
+    def touch(self, start: int, stop: int) -> None:
+        """Faults in the pages of bytes [start, stop); changes no byte, also beside concurrent writers."""
+
+    def close(self) -> None: ...
+
+def memory(address: int, nbytes: int) -> memoryview:
+    """A writable view of bytes that somebody else keeps alive."""
+
+def zero(address: int, nbytes: int) -> None: ...
+@final
+class CopyPlan:
+    """Where the pages of one group lie in an engine and in a chunk's payload.
+
+    planes: int64[n, 11], a row for each layer (or its K, or its V): engine_base, payload_offset, page_stride,
+    payload_page_stride, run_bytes, n0, engine_stride0, payload_stride0, n1, engine_stride1, payload_stride1.
+    For page p at chunk position j and every a < n0, b < n1, run_bytes are copied between
+    ``engine_base + p*page_stride + a*engine_stride0 + b*engine_stride1`` and
+    ``slot + payload_offset + j*payload_page_stride + a*payload_stride0 + b*payload_stride1``.
+    ValueError names the plane whose counts, payload range or addresses are wrong.
+    """
+
+    def __init__(self, planes: NDArray[np.int64], payload_bytes: int) -> None: ...
+    @property
+    def planes(self) -> int: ...
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes copied for one page, all planes together."""
+
+def copy_pages(
+    plan: CopyPlan,
+    gather: bool,
+    slots: NDArray[np.int64],
+    page_ids: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    first: NDArray[np.int64],
+    threads: int = 1,
+    stream_bytes: int = 4 << 20,
+) -> None:
+    """Copies pages into slots (gather) or back (scatter).
+
+    Chunk i copies page_ids[starts[i]:starts[i + 1]] at chunk positions first[i], first[i] + 1, ... of the
+    payload at slots[i]. Every index is checked against the payload first (ValueError, nothing copied). The
+    caller guarantees that the pages exist, that slots have payload_bytes and that no two copies of one call
+    write the same bytes. Calls that move stream_bytes or more go around the caches.
+    """
+
+def tokens_u32(tokens: Any) -> NDArray[np.uint32]:
+    """Token ids as uint32[n], from a list or tuple of ints or a one-dimensional integer array.
+
+    A contiguous int32 or uint32 array is not copied. ValueError names the first token that is no integer in
+    [0, 2**32); a bool is none.
+    """
+
+def blake3(data: Buffer, key: bytes | None = None) -> bytes:
+    """BLAKE3 of data, 32 bytes; the keyed hash when a 32-byte key is given."""
+
+def leaf_digests(tokens: NDArray[np.uint32], chunk_tokens: int) -> list[bytes]:
+    """BLAKE3 of the little-endian token ids of each full chunk."""
+
+def chain_digests(
+    tokens: NDArray[np.uint32],
+    chunk_tokens: int,
+    key: bytes,
+    prev: bytes,
+    extras: list[bytes | None] | None = None,
+) -> list[bytes]:
+    """digest_i = keyed BLAKE3(digest_{i-1} || leaf_i || extra_i) of each full chunk, digest_{-1} = prev.
+
+    extras holds one item (None, or at most 32 bytes) for each full chunk.
+    """
+
+def xxh3_64(data: Buffer) -> int:
+    """XXH3, 64 bits, seed 0."""
+
+def checksums(
+    address: int, offsets: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """XXH3-64 of the ranges [address + offsets[i], + lengths[i])."""
+
+def read_file(
+    path: str, address: int, capacity: int, direct: bool, extent: int = 4 << 20, threads: int = 4
+) -> int:
+    """Reads a whole file into memory; returns its size, or -errno.
+
+    -EFBIG: larger than capacity. -EBADMSG: its size is 0 or no multiple of 4096, or it is no regular file.
+    -EIO: it ended early. -EINVAL with direct: O_DIRECT refused (or address not aligned to 4096).
+    ``threads`` extents are in flight.
+    """
+
+def write_file(
+    tmp: str,
+    path: str,
+    address: int,
+    nbytes: int,
+    direct: bool,
+    fsync: bool,
+    extent: int = 4 << 20,
+    threads: int = 4,
+) -> int:
+    """Writes a new file tmp (mode 0600; -EEXIST when it exists) and renames it to path; 0 or -errno.
+
+    With fsync, data and name are on stable storage when it returns 0. Every failure removes tmp and leaves
+    path as it was, except a failed sync of the folder, which comes after the rename.
+    """
+
+def list_dir(path: str) -> list[tuple[str, int, int]]:
+    """(name, size, mtime in ns) of the regular files in a folder, in no order. OSError when unreadable."""
+
+def cpu_features() -> dict[str, bool | str | int]:
+    """What the core found: simd level in use, arch, cpus, avx2, avx512f, and copy_streams (0: not yet known)."""
+
+def limit_simd(level: str) -> str:
+    """Uses nothing above "portable", "avx2" or "avx512"; returns the level now in use. For tests."""

@@ -1,0 +1,67 @@
+"""``lmkv config``: what is set, where it came from, whether a file is right, and the reference."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmkv import codec, eviction
+from lmkv.cli.output import human, print_json, table
+from lmkv.config import Config, Size, markdown, memory_limit, nearest
+from lmkv.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Configuration: show, check, reference.")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML or YAML file; else $LMKV_CONFIG.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def check_names(config: Config) -> Config:
+    """``config`` when its policy, codecs and backends exist here. ConfigError names the nearest."""
+    eviction.policy(config.policy)
+    for index, tier in enumerate(config.tiers):
+        codec.get(tier.codec, tier.level)
+        scheme, known = tier.url.partition(":")[0], entry_points(group="lmkv.backends").names
+        if scheme not in known:
+            raise ConfigError(
+                f"tiers.{index}.url", f"no backend {scheme!r}{nearest(scheme, known)}"
+            )
+    return config
+
+
+@app.command()
+def show(config: ConfigFile = None, json: Json = False) -> None:
+    """Every effective value and where it came from."""
+    settings = check_names(Config.load(config))
+    rows = [
+        (key, str(value) if isinstance(value, Size) else value, where)
+        for key, value, where in settings.rows()
+    ]
+    if json:
+        print_json({key: {"value": value, "from": where} for key, value, where in rows})
+        return
+    budget = human(settings.cpu.budget.resolve(memory_limit()))
+    notes = {"cpu.budget": f" ({budget} of {human(memory_limit())})"}
+    table(
+        ("key", "value", "from"),
+        [(key, f"{value}{notes.get(key, '')}", where) for key, value, where in rows],
+    )
+
+
+@app.command()
+def check(file: Path) -> None:
+    """Check a configuration file by itself; exit 1 with the reason when it is refused."""
+    settings = check_names(Config.load(file, env={}))
+    changed = sum(where != "default" for _, _, where in settings.rows())
+    print(f"{file}: fine, {changed} settings")
+
+
+@app.command()
+def docs() -> None:
+    """The reference tables of docs/configuration.md."""
+    print(markdown(), end="")

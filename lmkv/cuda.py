@@ -1,0 +1,221 @@
+"""L1 on a GPU: the copies of :mod:`lmkv.pages` by a CUDA kernel.
+
+The kernel (``copy_pages.cu``) reads and writes the containers over PCIe itself. Against staging in
+device memory and ``cudaMemcpyAsync`` that is one pass instead of two and takes no memory from the
+engine; what it costs is a few SMs while it runs, and ``blocks`` bounds those. CuPy compiles it with
+NVRTC on first use, so no wheel depends on a CUDA or torch build. CuPy is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmkv.errors import BadInput, LmkvError
+from lmkv.pages import Copy, GroupView, Ints, Order, PagedKV, PageTable
+from lmkv.spec import KVSpec
+
+THREADS = 256
+IN_FLIGHT = 4  # kInFlight of the kernel
+BLOCKS = 32  # * 256 * 4 * 16 B = 512 KiB in flight; PCIe 5 x16 needs 64 GB/s * 2 us = 128 KiB
+_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_NOT_READY = 600  # cudaErrorNotReady
+
+
+def kernel_source() -> str:
+    """The kernel's text: beside this file in a wheel, in ``csrc/cuda`` in a checkout."""
+    here = Path(__file__).resolve().parent
+    for path in (here / "_cuda" / "copy_pages.cu", here.parent / "csrc" / "cuda" / "copy_pages.cu"):
+        if path.is_file():
+            return path.read_text()
+    raise LmkvError(f"copy_pages.cu is missing: neither in {here / '_cuda'} nor in csrc/cuda")
+
+
+def kernel_planes(table: PageTable) -> tuple[Ints, int]:
+    """The kernel's plane array, int64 [n, 12] = the plan's rows and the vector width of each, and
+    how many tiles a page of the largest plane takes."""
+    rows = table.rows
+    byte_columns = np.delete(rows, (5, 8), axis=1)  # all but the counts n0, n1
+    unit = np.gcd.reduce(byte_columns, axis=1)
+    width = np.where(unit % 16 == 0, 16, np.where(unit % 4 == 0, 4, 1))
+    largest = int((rows[:, 4] * rows[:, 5] * rows[:, 8] // width).max())
+    if largest >= 1 << 31:
+        raise BadInput(f"a page of {largest} vectors is too large for the kernel's 32-bit indices")
+    return np.column_stack([rows, width]), -(-largest // (THREADS * IN_FLIGHT))
+
+
+def kernel_pages(slots: Ints, page_ids: Ints, starts: Ints, first: Ints) -> Ints:
+    """The kernel's page array, int64 [m, 3]: container address, chunk position, page id."""
+    chunk = np.repeat(np.arange(len(slots)), np.diff(starts))
+    position = np.arange(len(page_ids)) - starts[chunk] + first[chunk]
+    return np.column_stack([slots[chunk], position, page_ids])
+
+
+class PinnedMemory:
+    """Host memory that CUDA has registered, so that a kernel may use its addresses. Thread-safe.
+
+    Registering faults pages in and takes about as long as touching them: do it in the background,
+    slab by slab. Raises LmkvError when the device cannot use host addresses (not Linux on x86-64 or
+    SBSA), CuPy's CUDARuntimeError when CUDA refuses (RLIMIT_MEMLOCK, say).
+    """
+
+    def __init__(self, device: int | None = None) -> None:
+        from cupy.cuda import Device, runtime
+
+        number = Device(device).id
+        if not runtime.deviceGetAttribute(
+            runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, number
+        ):
+            raise LmkvError(f"CUDA device {number} cannot use the host's addresses")
+        self._runtime: Any = runtime
+        self._ranges: dict[int, int] = {}
+        self._starts = self._stops = np.zeros(0, np.int64)
+        self._lock = threading.Lock()
+
+    def add(self, address: int, nbytes: int) -> None:
+        """Register ``[address, address + nbytes)``: whole slabs, none twice."""
+        with self._lock:
+            self._runtime.hostRegister(address, nbytes, _PORTABLE_MAPPED)
+            self._ranges[address] = address + nbytes
+            self._sort()
+
+    def remove(self, address: int) -> None:
+        """Unregister what :meth:`add` registered at ``address``; no copy may be in flight there."""
+        with self._lock:
+            if address in self._ranges:
+                del self._ranges[address]
+                self._sort()
+                self._runtime.hostUnregister(address)
+
+    def close(self) -> None:
+        """Unregister everything. Copies must be over; the memory itself stays the caller's."""
+        for address in list(self._ranges):
+            self.remove(address)
+
+    def _sort(self) -> None:
+        ranges = np.array(sorted(self._ranges.items()), np.int64).reshape(-1, 2)
+        self._starts, self._stops = ranges[:, 0], ranges[:, 1]
+
+    def covers(self, addresses: Ints, nbytes: int) -> bool:
+        """Whether every ``[address, address + nbytes)`` lies inside one registered range."""
+        with self._lock:
+            starts, stops = self._starts, self._stops
+        at = np.searchsorted(starts, addresses, side="right") - 1
+        inside = at >= 0
+        return bool(inside.all() and (addresses + nbytes <= stops[at]).all())
+
+
+class CudaCopy(Copy):
+    """A copy on our stream; ``event`` is the CuPy event behind it."""
+
+    def __init__(self, event: Any, runtime: Any, keep: tuple[Any, ...]) -> None:
+        self.event = event
+        self._runtime = runtime
+        self._keep = keep
+
+    def done(self) -> bool:
+        """Whether the copy is over; raises CuPy's CUDARuntimeError when it failed."""
+        status = self._runtime.eventQuery(self.event.ptr)
+        if status not in (0, _NOT_READY):
+            self.event.synchronize()
+        return bool(status == 0)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def hold(self, stream: Any) -> None:
+        """``stream``: CuPy's, torch's, or a raw handle."""
+        self._runtime.streamWaitEvent(_handle(stream, "ptr", "cuda_stream"), self.event.ptr)
+
+
+class CudaPagedKV(PagedKV):
+    """:class:`lmkv.pages.PagedKV` for planes in device memory. Thread-safe.
+
+    Copies are asynchronous: pages and containers must stay as they are until one is done.
+    ``pinned`` must cover every container; ``device`` is a CUDA ordinal, by default the current one;
+    ``after`` may be an event of CuPy or torch or a raw handle. Gathers and scatters have a
+    non-blocking stream each, so that a load does not queue behind a save.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        groups: Sequence[GroupView],
+        pinned: PinnedMemory,
+        order: Order = "physical",
+        keep: object = None,
+        device: int | None = None,
+        blocks: int = BLOCKS,
+    ) -> None:
+        import cupy
+
+        super().__init__(spec, groups, order, keep=keep)
+        if blocks < 1:
+            raise BadInput(f"blocks must be at least 1, not {blocks}")
+        self._cupy: Any = cupy
+        self._pinned = pinned
+        self._blocks = blocks
+        self._device = cupy.cuda.Device(device)
+        self._lock = threading.Lock()
+        self._flight: tuple[deque[CudaCopy], deque[CudaCopy]] = (deque(), deque())
+        with self._device:
+            self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in self._flight]
+            module = cupy.RawModule(code=kernel_source(), options=("--std=c++17",))
+            self._kernel = module.get_function("copy_pages")
+            built = [kernel_planes(table) for table in self.tables]
+            self._planes = [(cupy.asarray(rows), len(rows), tiles) for rows, tiles in built]
+            # The upload went through the default stream, which ours do not wait for.
+            cupy.cuda.get_current_stream().synchronize()
+
+    def close(self) -> None:
+        """Wait for every copy that was started."""
+        with self._lock:
+            for flight in self._flight:
+                while flight:
+                    flight.popleft().wait()
+
+    def _copy(self, gather: bool, group: int, arguments: tuple[Any, ...], after: Any) -> Copy:
+        slots, ids, starts, first = self._checked(gather, group, *arguments)
+        event = 0 if after is None else _handle(after, "ptr", "cuda_event")
+        if after is not None and not event:
+            raise BadInput("the event to wait for was never recorded")
+        if not len(ids):
+            return Copy()
+        # An address the device cannot reach would end the CUDA context, and the engine with it.
+        if (slots % 16).any() or not self._pinned.covers(slots, self.tables[group].payload_bytes):
+            raise BadInput(f"group {group}: a container is not in pinned memory")
+        pages = kernel_pages(slots, ids, starts, first)
+        planes, plane_count, tiles = self._planes[group]
+        cuda, stream, flight = self._cupy.cuda, self._streams[gather], self._flight[gather]
+        with self._lock, self._device, stream:
+            while flight and flight[0].done():
+                flight.popleft()
+            # Uploading from pageable memory would block; both buffers live until the event.
+            staging = cuda.alloc_pinned_memory(pages.nbytes)
+            np.frombuffer(staging, np.int64, pages.size)[:] = pages.ravel()
+            uploaded = self._cupy.empty(pages.size, np.int64)
+            uploaded.data.copy_from_host_async(staging.ptr, pages.nbytes, stream)
+            if event:
+                cuda.runtime.streamWaitEvent(stream.ptr, event)
+            grid = min(self._blocks, plane_count * len(pages) * tiles)
+            numbers = [np.int64(number) for number in (len(pages), tiles, gather)]
+            self._kernel((grid,), (THREADS,), (planes, np.int64(plane_count), uploaded, *numbers))
+            event_behind = stream.record(cuda.Event(block=True, disable_timing=True))
+            copy = CudaCopy(event_behind, cuda.runtime, (staging, uploaded))
+            flight.append(copy)
+        return copy
+
+
+def _handle(thing: Any, *names: str) -> int:
+    """A CUDA handle: an int, or the attribute that CuPy or torch keeps it in."""
+    for name in names:
+        if hasattr(thing, name):
+            return int(getattr(thing, name))
+    if isinstance(thing, int):
+        return thing
+    raise BadInput(f"{type(thing).__name__} is not a CUDA handle of CuPy or torch")

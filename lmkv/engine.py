@@ -1,0 +1,415 @@
+"""The Engine: tokens, keys and pages above, keys and containers below.
+
+    with Engine(spec, weights=fingerprint, layout=pages.layout, cpu_budget="8GiB", tiers="disk:///var/cache/lmkv") as engine:
+        engine.store(tokens, pages, page_ids)
+        hit = engine.retrieve(tokens, pages, page_ids)      # hit.tokens are valid in the pages now
+
+Wrong arguments raise BadInput and change nothing. Everything else that can go wrong is a counted miss with a reason.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from lmkv import chunk
+from lmkv.config import Config
+from lmkv.errors import BadInput, Closed, ConfigError
+from lmkv.index import Entry
+from lmkv.keys import ChunkKey, ChunkKeys, Identity, Scope
+from lmkv.leases import Lease, Reservation
+from lmkv.loads import Ready, Wanted
+from lmkv.pages import PagedKV
+from lmkv.plan import Need, Plan
+from lmkv.results import Explanation, FlushReport, Retrieved, StoreHandle, explain
+from lmkv.spec import KVSpec
+from lmkv.storage import StorageManager
+from lmkv.workers import Workers
+from lmkv.writer import Tally
+
+Tokens = Sequence[int] | np.ndarray[Any, Any] | ChunkKeys
+ATTEMPTS = 3
+
+
+class Engine:
+    """Store, find and restore the KV cache of token prefixes.
+
+    spec: what the model caches. weights: a fingerprint or name of the weights (see `lmkv.fingerprint`). layout: the
+    payload order, ``PagedKV.layout`` of the pages that will be passed. shard: which of ``spec.shards`` this engine
+    holds. config: a `Config`; keyword arguments override single keys (``cpu_budget="8GiB"``).
+    """
+
+    def __init__(
+        self, spec: KVSpec, *, weights: str, layout: str = "", shard: int = 0, config: Config | None = None, **overrides: Any
+    ) -> None:
+        if not weights:
+            raise ConfigError("weights", "needs a fingerprint or a name of the weights: without it wrong KV could be served")
+        if not 0 <= shard < spec.shards:
+            raise BadInput(f"shard {shard} of {spec.shards}")
+        self.spec, self.shard = spec, shard
+        self.config = (config or Config.load(**overrides)) if not (config and overrides) else config.override(**overrides)
+        self.scope = Scope(weights, spec.kv_dtype, f"{spec.geometry()} {layout}", spec.chunk_tokens)
+        self.need = Need.of(spec)
+        self.layout = layout
+        self.groups = range(len(spec.groups))
+        self.threads = self.config.copy_threads or min(4, os.cpu_count() or 1)
+        self.sizes = [chunk.container_bytes(spec, g) for g in self.groups]
+        self.storage = StorageManager(self.config, self.sizes)
+        self.counters = self.storage.stats
+        self._workers = Workers("engine", 2)
+
+    # Keys and lookup.
+
+    def keys(self, tokens: Tokens, salt: str = "", adapter: str = "", media: Sequence[tuple[str, int, int]] = ()) -> ChunkKeys:
+        """The chunk keys of a prompt, hashed on demand; make them once and pass them to every call below."""
+        if isinstance(tokens, ChunkKeys):
+            if tokens.chunk_tokens != self.spec.chunk_tokens:
+                raise BadInput(f"keys of {tokens.chunk_tokens}-token chunks, the engine's have {self.spec.chunk_tokens}")
+            return tokens
+        return ChunkKeys.from_tokens(tokens, self.spec.chunk_tokens, Identity(salt, adapter, tuple(media)))
+
+    def lookup(self, tokens: Tokens) -> Plan:
+        """The longest restorable prefix, and why it ends. Takes nothing and promises nothing: see `acquire`."""
+        keys = self.keys(tokens)
+        if unusable := self._unusable():
+            return Plan(keys, self.need, (), unusable, self.storage.names)
+        plan = self.storage.lookup(self.scope.digest, keys, self.need)
+        if 0 < plan.tokens < self.config.min_hit_tokens:
+            plan = plan.cut(0, f"below min_hit_tokens ({plan.tokens})")
+        self.counters.add("lookups")
+        self.counters.add("lookup_tokens", keys.tokens)
+        self.counters.add("hit_tokens", plan.tokens)
+        return plan
+
+    def acquire(self, owner: str, plan: Plan, timeout: float | None = None) -> Lease:
+        """Keep a plan's chunks from being evicted for ``timeout`` seconds; idempotent per owner.
+
+        The lease may cover less than the plan (its ``plan.reason`` says why); waiting requests together hold at most
+        half of host memory.
+        """
+        return self.storage.leases.acquire(owner, plan, timeout or self.config.cpu.lease_timeout)
+
+    # Storing.
+
+    def store(
+        self, tokens: Tokens, pages: PagedKV, page_ids: Sequence[Any], *, start: int = 0, ttl: float | None = None,
+        owner: str = "",
+    ) -> StoreHandle:  # fmt: skip
+        """Copy the full chunks of ``tokens`` out of ``pages`` into host memory, and queue them for the other tiers.
+
+        page_ids: per group, the ids of the pages that hold tokens from ``start`` (a multiple of the chunk) on, in
+        order; -1 where a page is gone (a window has slid past it); a recurrent group has one id a chunk, -1 where the
+        engine kept no state. ttl: seconds. When this returns the pages may be reused; what was not taken is in the
+        handle, with its reason.
+        """
+        keys = self.keys(tokens)
+        first, remainder = divmod(start, self.spec.chunk_tokens)
+        if remainder or first < 0 or first > keys.chunks:
+            raise BadInput(f"start {start} is not a multiple of the chunk ({self.spec.chunk_tokens}) inside the prompt")
+        ids = self._page_ids(pages, page_ids, start, (keys.chunks - first) * self.spec.chunk_tokens)
+        tally = Tally()
+        handle = StoreHandle(tally)
+        if unusable := self._unusable():
+            handle.drop(unusable, keys.chunks - first)
+            return handle
+        self.counters.add("stores")
+        expires = int(time.time() + ttl) + 1 if ttl else 0
+        deadline = time.monotonic() + self.config.operation_timeout
+        wanted = self._storable(keys, ids, first)
+        reserved: dict[ChunkKey, Reservation] = {}
+        try:
+            held = self._reserve(wanted, owner, deadline, reserved, handle)
+            self._gather(pages, ids, first, wanted, reserved, expires)
+            done = self.storage.commit(list(reserved.values()), expires, tally)
+        finally:
+            for reservation in reserved.values():
+                self.storage.abort(reservation)
+        handle.stored += sum(done)
+        if late := len(done) - sum(done):
+            handle.drop("late", late)
+        self.counters.add("stored_chunks", sum(done))
+        self.counters.add("stored_bytes", sum(each.nbytes for each in reserved.values()))
+        self.storage.write_through(held, tally)
+        self.storage.touch(map(self.storage.index.find(self.scope.digest), keys.upto(keys.chunks)))
+        self.storage.evict_ahead()
+        return handle
+
+    def _storable(self, keys: ChunkKeys, ids: list[Any], first: int) -> list[ChunkKey]:
+        """Keys, in prefix order, of the containers whose needed pages are all there."""
+        found = []
+        for i in range(first, keys.chunks):
+            for g in self.groups:
+                per_chunk = self.spec.pages(g)
+                mine = ids[g][(i - first) * per_chunk :][:per_chunk]
+                if (mine >= 0)[self._wanted_pages(g)].all():
+                    found.append(keys.key(i, self.scope.digest, g, self.shard))
+        return found
+
+    def _wanted_pages(self, group: int) -> np.ndarray[Any, Any]:
+        """Positions of the pages of a chunk that any boundary can ask for."""
+        mask = self.spec.page_mask(group)
+        return np.array([j for j in range(self.spec.pages(group)) if mask >> j & 1])
+
+    def _reserve(
+        self, wanted: list[ChunkKey], owner: str, deadline: float, reserved: dict[ChunkKey, Reservation], handle: StoreHandle
+    ) -> list[ChunkKey]:
+        """Reserve slots until one is refused for want of memory; returns the keys already in the store."""
+        held = []
+        for n, key in enumerate(wanted):
+            got = self.storage.reserve(owner, key, self.sizes[key.group], deadline)
+            if isinstance(got, Reservation):
+                reserved[key] = got
+            elif got == "no slot":
+                handle.drop(got, len(wanted) - n)
+                self.counters.add("dropped_chunks", len(wanted) - n)
+                break
+            else:
+                handle.skip(got)
+                held += [key] if got == "held" else []
+        self.counters.add("skipped_chunks", handle.skipped)
+        return held
+
+    def _gather(
+        self, pages: PagedKV, ids: list[Any], first: int, wanted: list[ChunkKey], reserved: dict[ChunkKey, Reservation],
+        expires: int,
+    ) -> None:  # fmt: skip
+        """Fill the reserved slots: headers and padding, then one native copy a group."""
+        created = int(time.time())
+        for g in self.groups:
+            slots = np.zeros(first + len(ids[g]) // self.spec.pages(g), np.int64)
+            for key, each in reserved.items():
+                if key.group == g:
+                    slots[key.depth] = each.slot.address
+                    view = each.slot.view(each.nbytes)
+                    each.pages = self._present(ids[g], key.depth - first, g)
+                    header = chunk.new_header(self.spec, key, each.pages, expires, created)
+                    chunk.write_header(view, header)
+                    chunk.zero_padding(view, header)
+            self._copy(pages.gather, pages, g, slots, ids[g], first * self.spec.chunk_tokens)
+
+    def _present(self, ids: np.ndarray[Any, Any], nth: int, group: int) -> int:
+        """Mask of the pages of the ``nth`` chunk that are there, 0 when all are."""
+        mine = ids[nth * self.spec.pages(group) :][: self.spec.pages(group)] >= 0
+        return 0 if mine.all() else sum(1 << int(j) for j in np.flatnonzero(mine))
+
+    def _copy(self, call: Any, pages: PagedKV, group: int, slots: Any, ids: Any, start: int) -> None:
+        """One native copy between pages and the containers at ``slots`` (by chunk number, 0: leave out)."""
+        at = start // self._page_tokens(group) + np.arange(len(ids))
+        ids = np.where(slots[at // self.spec.pages(group)] > 0, ids, -1)
+        pieces = pages.pieces(group, ids, start)
+        if len(pieces.page_ids):
+            call(group, slots[pieces.chunks], pieces.page_ids, pieces.starts, pieces.first).wait()
+
+    def _page_tokens(self, group: int) -> int:
+        return self.spec.chunk_tokens // self.spec.pages(group)
+
+    def _page_ids(self, pages: PagedKV, page_ids: Sequence[Any], start: int, tokens: int) -> list[Any]:
+        if pages.layout != self.layout:
+            raise BadInput(f"pages laid out as {pages.layout!r}, the engine was opened for {self.layout!r}")
+        if len(page_ids) != len(self.groups):
+            raise BadInput(f"{len(self.groups)} groups need {len(self.groups)} lists of page ids, not {len(page_ids)}")
+        found = []
+        for g, each in enumerate(page_ids):
+            count = tokens // self._page_tokens(g)
+            found.append(pages.check_ids(g, each[:count], start, tokens, absent=-1))
+        return found
+
+    # Retrieving.
+
+    def retrieve(
+        self, tokens: Tokens | Lease, pages: PagedKV, page_ids: Sequence[Any], *, start: int = 0, stop: int | None = None,
+        timeout: float | None = None,
+    ) -> Retrieved:  # fmt: skip
+        """Copy the longest stored prefix into ``pages`` and say how long it is.
+
+        tokens: or a `Lease` from `acquire`. page_ids: per group, the ids of the pages for tokens from ``start`` on;
+        at least as many as the hit needs, -1 for a page that is not to be written. start: tokens the pages hold
+        already, a multiple of the page; pages below it are not touched. stop: use at most so many tokens.
+        """
+        lease = tokens if isinstance(tokens, Lease) else None
+        deadline = time.monotonic() + (timeout or self.config.operation_timeout)
+        self.counters.add("retrieves")
+        if self._unusable() or (lease and not self.storage.leases.use(lease)):
+            return Retrieved(0, 0, {}, self._unusable() or "lease void")
+        try:
+            for _ in range(ATTEMPTS):
+                plan = lease.plan if lease else self.lookup(tokens)  # type: ignore[arg-type]
+                if stop is not None:
+                    plan = plan.cut(stop // self.spec.chunk_tokens, "stop") if stop < plan.tokens else plan
+                found = self._load(plan, pages, page_ids, start, deadline)
+                if lease or found.tokens or not self.need.trailing:
+                    break
+        finally:
+            if lease:
+                self.storage.leases.done(lease)
+        self.counters.add("retrieved_tokens", found.loaded)
+        return found
+
+    def _load(self, plan: Plan, pages: PagedKV, page_ids: Sequence[Any], start: int, deadline: float) -> Retrieved:
+        if plan.tokens <= start:
+            return Retrieved(0, 0, {}, plan.reason)
+        border = start // self.spec.chunk_tokens * self.spec.chunk_tokens
+        ids = []
+        for g, each in enumerate(self._page_ids(pages, page_ids, start, plan.tokens - start)):
+            skipped = (start - border) // self._page_tokens(g)
+            ids.append(np.concatenate([np.full(skipped, -1), each]))
+        wanted = self._wanted(plan, border // self.spec.chunk_tokens)
+        tiers: Counter[str] = Counter()
+        got, reason = 0, plan.reason
+        for run in self.storage.fetch(wanted, deadline):
+            if isinstance(run, str):
+                reason = run
+                self.counters.add("retrieve_failures")
+                break
+            self._scatter(run, wanted[got : got + len(run)], pages, ids, border)
+            for ready in run:
+                tiers[self.storage.names[ready.tier]] += 1
+            got += len(run)
+        ends = plan.tokens
+        if got < len(wanted):
+            ends = 0 if self.need.trailing else wanted[got].key.depth * self.spec.chunk_tokens
+        self.storage.touch(plan.entries[: ends // self.spec.chunk_tokens])
+        per_chunk = {name: count * self.spec.chunk_tokens // max(1, len(self.groups)) for name, count in tiers.items()}
+        if ends <= start:
+            return Retrieved(0, 0, {}, reason)
+        return Retrieved(ends, ends - start, per_chunk, reason)
+
+    def _wanted(self, plan: Plan, first: int) -> list[Wanted]:
+        """Containers to fetch, chunk by chunk."""
+        needed = [self.spec.needed_chunks(g, len(plan.entries)) for g in self.groups]
+        return [
+            Wanted(entry, entry.key(g, self.shard))
+            for i, entry in enumerate(plan.entries)
+            if entry is not None and i >= first
+            for g in self.groups
+            if i in needed[g]
+        ]
+
+    def _scatter(self, run: list[Ready], wanted: list[Wanted], pages: PagedKV, ids: list[Any], border: int) -> None:
+        """One native copy a group for a run of ready containers, which are released."""
+        first = border // self.spec.chunk_tokens
+        try:
+            for g in self.groups:
+                slots = np.zeros(first + -(-len(ids[g]) // self.spec.pages(g)), np.int64)
+                for ready, (_, key) in zip(run, wanted, strict=True):
+                    if key.group == g:
+                        slots[key.depth] = ready.slot.address
+                self._copy(pages.scatter, pages, g, slots, ids[g], border)
+        finally:
+            for ready in run:
+                self.storage.arena.release(ready.slot)
+            self.counters.add("retrieved_bytes", sum(ready.slot.nbytes for ready in run))
+
+    def prefetch(self, tokens: Tokens) -> Future[int]:
+        """Bring the stored prefix into host memory in the background; the result is the tokens that are there."""
+        return self._workers.submit(self._prefetch, self.keys(tokens))
+
+    def _prefetch(self, keys: ChunkKeys) -> int:
+        plan = self.lookup(keys)
+        wanted, got = self._wanted(plan, 0), 0
+        for run in self.storage.fetch(wanted, time.monotonic() + self.config.operation_timeout):
+            if isinstance(run, str):
+                return 0 if self.need.trailing else wanted[got].key.depth * self.spec.chunk_tokens
+            got += len(run)
+            for ready in run:
+                self.storage.arena.release(ready.slot)
+        return plan.tokens
+
+    def submit_store(self, *args: Any, **kwargs: Any) -> Future[StoreHandle]:
+        """`store` on a background thread; the pages must stay as they are until the future is done."""
+        return self._workers.submit(lambda: self.store(*args, **kwargs))
+
+    def submit_retrieve(self, *args: Any, **kwargs: Any) -> Future[Retrieved]:
+        """`retrieve` on a background thread."""
+        return self._workers.submit(lambda: self.retrieve(*args, **kwargs))
+
+    # Keeping and forgetting.
+
+    def pin(self, tokens: Tokens) -> int:
+        """Keep the stored prefix in every tier it is in until `unpin`; returns its tokens. Pins count."""
+        return self._pin(tokens, 1)
+
+    def unpin(self, tokens: Tokens) -> int:
+        """Undo one `pin`; returns the tokens that were pinned."""
+        return self._pin(tokens, -1)
+
+    def _pin(self, tokens: Tokens, step: int) -> int:
+        plan = self.lookup(tokens)
+        with self.storage.lock:
+            entries = [entry for entry in plan.entries if entry is not None and entry.pins + step >= 0]
+            for entry in entries:
+                entry.pins += step
+        return len(entries) * self.spec.chunk_tokens
+
+    def clear(
+        self, tokens: Tokens | None = None, *, scope: bool = False, tenant: str | None = None, tier: str | None = None,
+        everything: bool = False,
+    ) -> int:  # fmt: skip
+        """Remove chunks and return how many there were.
+
+        Exactly one of: tokens (that prompt's chunks), scope (this model's), tenant (a salt's, of this model), everything
+        (other models' too). ``tier`` alone empties one tier, beside another argument it limits the removal to it.
+        """
+        given = [tokens is not None, scope, tenant is not None, everything]
+        if sum(given) > 1 or not (any(given) or tier):
+            raise BadInput("clear needs one of tokens, scope, tenant, everything, or a tier")
+        if tier is not None and tier not in self.storage.names:
+            raise BadInput(f"no tier {tier!r}; there are {', '.join(self.storage.names)}")
+        if unusable := self._unusable():
+            raise Closed(unusable)
+        mine = self.scope.digest
+        if tokens is not None:
+            keys = self.keys(tokens)
+            digests = set(keys.upto(keys.chunks))
+            return self._clear(lambda entry: entry.scope == mine and entry.digest in digests, tier)
+        if tenant is not None:
+            tag = Identity(tenant).tenant
+            return self._clear(lambda entry: entry.scope == mine and entry.tenant == tag, tier)
+        return self._clear(lambda entry: not scope or entry.scope == mine, tier)
+
+    def _clear(self, match: Any, tier: str | None) -> int:
+        return self.storage.clear(match, None if tier is None else self.storage.names.index(tier))
+
+    # Looking in, and ending.
+
+    def explain(self, tokens: Tokens) -> Explanation:
+        """Tier by tier, what a lookup of ``tokens`` finds and why it ends where it does. Print it."""
+        return explain(self, self.keys(tokens))
+
+    def flush(self, timeout: float | None = None) -> FlushReport:
+        """Wait until what was stored so far is in every tier that takes it, or was given up; says which."""
+        safe = self.storage.flush(timeout)
+        return FlushReport.of(safe, [writer.total.take() for writer in self.storage.writers])
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start, and per tier the bytes, objects, budget and measured speed."""
+        return {**self.counters.snapshot(), "tiers": self.storage.usage()}
+
+    def health(self) -> dict[str, Any]:
+        """``ok`` when every tier is, and each tier's own word."""
+        tiers = self.storage.health()
+        return {"ok": not self._unusable() and all(each["ok"] for each in tiers.values()), "tiers": tiers}
+
+    def _unusable(self) -> str:
+        return self.storage.usable
+
+    def close(self) -> None:
+        """Write what is queued, within ``close_timeout`` seconds, and release everything. Later calls are misses."""
+        deadline = time.monotonic() + self.config.close_timeout
+        self._workers.close(deadline)
+        self.storage.close(max(0.1, deadline - time.monotonic()))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,46 @@
+"""Every exception lmkv raises.
+
+    LmkvError
+    ├── ConfigError     a setting is wrong: names the key and the fix; only ever raised at start
+    ├── BadInput        a caller's argument is wrong (also a ValueError); nothing was changed
+    ├── BadContainer    bytes that are not the chunk they claim to be; storage turns it into a miss
+    ├── BackendError    a backend cannot be opened or listed
+    └── Closed          the engine was closed
+
+On the hot path (lookup, retrieve, write-through) nothing below BadInput reaches the caller: a failure there is a
+miss with a reason, counted in ``Engine.stats()``.
+"""
+
+from __future__ import annotations
+
+
+class LmkvError(Exception):
+    """Base of all lmkv errors."""
+
+
+class ConfigError(LmkvError):
+    """A setting is wrong. ``key`` is its dotted name, the message says what would be right."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}")
+        self.key = key
+
+
+class BadInput(LmkvError, ValueError):
+    """An argument is wrong; the call changed nothing."""
+
+
+class BadContainer(LmkvError):
+    """Bytes that fail a check. ``reason`` is one word: checksum, identity, short, version, ..."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+class BackendError(LmkvError):
+    """A storage backend cannot be opened, or cannot be listed."""
+
+
+class Closed(LmkvError):
+    """The engine was closed before the call."""

@@ -1,0 +1,433 @@
+"""StorageManager: keys and opaque containers over host memory and the tiers below it.
+
+Host memory (tier 0) is where chunks are filled, read from and promoted to; every other tier is written in the
+background and read through it. One lock guards the index, the leases and the reservations; it is never held over I/O
+or over a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from lmkv import chunk
+from lmkv.arena import Arena, Slot, slab_bytes
+from lmkv.backends.base import Found, Result, Status
+from lmkv.backends.cpu import CpuBackend
+from lmkv.config import Config, memory_limit
+from lmkv.errors import BackendError, ConfigError
+from lmkv.eviction import policy
+from lmkv.index import Entry, Index, part_bit, parts_of
+from lmkv.keys import ChunkKey, ChunkKeys
+from lmkv.leases import LeaseTable, Reservation
+from lmkv.loads import Loader, Ready, Wanted
+from lmkv.plan import Need, Plan, lookup
+from lmkv.stats import Stats
+from lmkv.tier import Tier
+from lmkv.workers import Workers
+from lmkv.writer import Job, Tally, Writer
+
+_STORAGES: weakref.WeakSet[StorageManager] = weakref.WeakSet()
+
+
+class StorageManager:
+    """Embedded storage. ``sizes``: container bytes of each group; a budget that cannot hold one refuses to start."""
+
+    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+        self.config = config
+        self.stats = Stats()
+        budget = config.cpu.budget.resolve(memory_limit())
+        slab = slab_bytes(max(sizes), config.cpu.slab)
+        self.arena = Arena(budget, slab, sizes, huge=config.cpu.huge_pages, touch=config.cpu.touch)
+        self.cpu = CpuBackend(f"cpu://?budget={budget}", self.arena)
+        self.tiers = _open_tiers(config, max(sizes))
+        self.names = ("cpu", *(tier.name for tier in self.tiers))
+        self.index = Index(1 + len(self.tiers), policy(config.policy))
+        self.lock = threading.RLock()
+        self.leases = LeaseTable(self.arena.capacity // 2, self.lock)
+        self.window = max((2 * tier.config.readers for tier in self.tiers), default=1)
+        self.loader = Loader(self)
+        self.writers = [Writer(tier, self) for tier in self.tiers]
+        self.forked = self.closing = self.closed = False
+        self._reservations: dict[ChunkKey, Reservation] = {}
+        self._chores = Workers("chores", 1)
+        for tier in self.tiers:
+            threading.Thread(target=self._scan, args=(tier,), name=f"lmkv-{tier.name}-scan", daemon=True).start()
+        _STORAGES.add(self)
+
+    @property
+    def usable(self) -> str:
+        """'' while calls can work, else why they are misses."""
+        return "forked" if self.forked else "closed" if self.closed else ""
+
+    # Lookup and reading.
+
+    def lookup(self, scope: bytes, keys: ChunkKeys, need: Need) -> Plan:
+        """The longest prefix restorable from any tiers."""
+        return lookup(self, scope, keys, need)
+
+    def probe(self, scope: bytes, keys: ChunkKeys, first: int, need: Need) -> bool:
+        """Ask tiers that may hold more than the index knows: the first missing chunk, then all that follow."""
+        found = False
+        for tier, writer in zip(self.tiers, self.writers, strict=True):
+            if not (tier.probing and tier.breaker.allows()):
+                continue
+            bits = need.growing or sum(each.bits for each in need.trailing)
+            stop = keys.chunks if not need.growing else first + 1
+            if self._ask(tier, writer, scope, keys, range(first, stop), bits):
+                found = True
+                every = bits | sum(each.bits for each in need.trailing)
+                self._ask(tier, writer, scope, keys, range(first, keys.chunks), every)
+        return found
+
+    def _ask(
+        self, tier: Tier, writer: Writer, scope: bytes, keys: ChunkKeys, chunks: range, bits: int
+    ) -> bool:
+        asked = [keys.key(i, scope, group, shard) for i in chunks for group, shard in parts_of(bits)]
+        try:
+            sizes = tier.backend.contains(asked)
+        except Exception:
+            tier.breaker.note(False)
+            return False
+        with self.lock:
+            for key, size in zip(asked, sizes, strict=True):
+                if size:
+                    self.index.add(key, tier.number, size, created=1)
+        return any(sizes)
+
+    def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Iterator[list[Ready] | str]:
+        """Bring containers into host memory, in order; see `Loader.fetch`."""
+        return self.loader.fetch(wanted, deadline)
+
+    def touch(self, entries: Iterable[Entry | None]) -> None:
+        """A prefix was used."""
+        with self.lock:
+            self.index.touch(entry for entry in entries if entry is not None)
+
+    # Writing.
+
+    def reserve(self, owner: str, key: ChunkKey, nbytes: int, deadline: float) -> Reservation | str:
+        """A slot to fill for ``key``; a string says why there is none (held, in flight, no slot)."""
+        with self.lock:
+            entry = self.index.get(key)
+            if entry is not None and entry.expires and entry.expires <= time.time():
+                self.expire([entry])
+            elif entry is not None and entry.any & part_bit(key.group, key.shard):
+                return "held"
+            before = self._reservations.get(key)
+            if before is not None:
+                if before.deadline > time.monotonic():
+                    return "in flight"
+                before.void = True
+                self.stats.add("voided_reservations")
+            slot = self.alloc(nbytes)
+            if slot is None:
+                return "no slot"
+            reservation = Reservation(owner, key, slot, nbytes, deadline, slot.generation)
+            self._reservations[key] = reservation
+            return reservation
+
+    def commit(self, reservations: Sequence[Reservation], expires: int, tally: Tally) -> list[bool]:
+        """Publish filled slots, in prefix order, and queue their write-through; False where the commit came too late."""
+        done = []
+        with self.lock:
+            for each in reservations:
+                late = each.void or each.deadline <= time.monotonic() or each.slot.generation != each.generation
+                if late:
+                    self.stats.add("late_commits")
+                elif self.cpu.put(each.key, each.slot, each.nbytes):
+                    self.index.add(each.key, 0, each.nbytes, pages=each.pages, expires=expires)
+                self._end(each)
+                done.append(not late)
+        self.write_through([each.key for each, ok in zip(reservations, done, strict=True) if ok], tally)
+        return done
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reservation back unfilled; harmless after commit."""
+        with self.lock:
+            if not reservation.ended:
+                self._end(reservation)
+
+    def _end(self, reservation: Reservation) -> None:
+        reservation.ended = True
+        if self._reservations.get(reservation.key) is reservation:
+            del self._reservations[reservation.key]
+        self.arena.release(reservation.slot)
+
+    def write_through(self, keys: Sequence[ChunkKey], tally: Tally) -> None:
+        """Queue what each tier's admission wants of ``keys`` (in host memory, prefix order)."""
+        for writer in self.writers:
+            jobs = []
+            with self.lock:
+                for key in keys:
+                    entry = self.index.get(key)
+                    if entry is not None and writer.wants(entry, key) and (job := self._job(entry, key, tally)):
+                        jobs.append(job)
+            if jobs:
+                writer.offer(jobs)
+
+    def _job(self, entry: Entry, key: ChunkKey, tally: Tally | None = None) -> Job | None:
+        slot = self.cpu.hold(key)
+        return slot and Job(entry, key, slot, entry.sizes[0, part_bit(key.group, key.shard)], tally)
+
+    def written(self, tier: Tier, job: Job, nbytes: int, expires: int, result: Result) -> str:
+        """Account for one write; returns its outcome. A chunk cleared meanwhile is taken out again."""
+        with self.lock:
+            tier.room.pending -= nbytes
+            if result.status is Status.OK and job.entry.alive:
+                pages = (job.entry.pages or {}).get(part_bit(job.key.group, job.key.shard), 0)
+                self.index.add(job.key, tier.number, nbytes, pages=pages, expires=expires)
+                return "written"
+        if result.status is Status.OK:
+            tier.backend.delete([job.key])
+            return "cleared"
+        if result.status is Status.FULL:
+            self._shrink(tier, nbytes)
+        return f"failed ({result.status.value})"
+
+    # Room.
+
+    def alloc(self, nbytes: int) -> Slot | None:
+        """A slot, evicting from host memory as needed; None when everything left is in use."""
+        with self.lock:
+            slot = self.arena.alloc(nbytes)
+            if slot is not None:
+                return slot
+            self.leases.expire()
+            for entry in self.index.victims(0, self._busy):
+                if self._must_write_first(entry):
+                    continue
+                self._evict_host(entry)
+                slot = self.arena.alloc(nbytes)
+                if slot is not None:
+                    return slot
+            return None
+
+    def _busy(self, entry: Entry) -> bool:
+        return any(self.cpu.busy(key) for key in entry.keys(0))
+
+    def _evict_host(self, entry: Entry) -> None:
+        for key in entry.keys(0):
+            self.cpu.pop(key)
+        self.index.remove(entry, 0)
+        self.stats.add("evicted_chunks")
+
+    def _must_write_first(self, entry: Entry) -> bool:
+        """Queue a victim for the tiers that take chunks on eviction; it can leave once they have it."""
+        waiting = False
+        for tier, writer in zip(self.tiers, self.writers, strict=True):
+            if tier.config.admission != "on_eviction" or tier.breaker.open:
+                continue
+            for key in entry.keys(0):
+                if not entry.masks[tier.number] & part_bit(key.group, key.shard) and (job := self._job(entry, key)):
+                    waiting = bool(writer.offer([job])) or waiting
+        return waiting
+
+    def evict_ahead(self) -> None:
+        """With less than an eighth of host memory free, start writing the next victims of on-eviction tiers."""
+        if all(tier.config.admission != "on_eviction" for tier in self.tiers):
+            return
+        with self.lock:
+            if self.arena.capacity - self.arena.used < self.arena.capacity // 8:
+                for count, entry in enumerate(self.index.victims(0, self._busy)):
+                    self._must_write_first(entry)
+                    if count >= 8:
+                        break
+
+    def make_room(self, tier: Tier, nbytes: int) -> bool:
+        """Promise ``nbytes`` of a tier's budget to a write, evicting leaves first. False: nothing more can leave."""
+        tier.scanned.wait()
+        with self.lock:
+            victims = self._victims(tier, nbytes)
+            fits = tier.evicts_elsewhere or self._over(tier, nbytes) <= 0
+            tier.room.pending += nbytes if fits else 0
+        self._delete(tier, victims)
+        return fits
+
+    def _over(self, tier: Tier, nbytes: int) -> int:
+        if tier.budget is None:
+            return 0
+        return self.index.used[tier.number] + tier.room.pending + nbytes - tier.budget
+
+    def _victims(self, tier: Tier, nbytes: int) -> list[ChunkKey]:
+        """Take leaves out of the index until ``nbytes`` more fit; returns the keys to delete."""
+        if tier.evicts_elsewhere or self._over(tier, nbytes) <= 0:
+            return []
+        self.leases.expire()
+        keys: list[ChunkKey] = []
+        for entry in self.index.victims(tier.number, lambda _: False):
+            keys += entry.keys(tier.number)
+            self.index.remove(entry, tier.number)
+            self.stats.add(f"{tier.name}.evicted_chunks")
+            if self._over(tier, nbytes) <= 0:
+                break
+        return keys
+
+    def _shrink(self, tier: Tier, nbytes: int) -> None:
+        """The medium is fuller than the budget says: make room for the next write."""
+        with self.lock:
+            used, victims = self.index.used[tier.number], []
+            for entry in self.index.victims(tier.number, lambda _: False):
+                if self.index.used[tier.number] <= used - 2 * nbytes:
+                    break
+                victims += entry.keys(tier.number)
+                self.index.remove(entry, tier.number)
+        self._delete(tier, victims)
+
+    def _delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
+        if keys:
+            try:
+                tier.backend.delete(keys)
+            except Exception:
+                self.stats.add(f"{tier.name}.delete.failed", len(keys))
+
+    # Forgetting.
+
+    def forget(self, entry: Entry, tier: Tier, key: ChunkKey, *, delete: bool) -> None:
+        """A tier turned out not to hold a good copy of one part."""
+        with self.lock:
+            self.index.remove(entry, tier.number, part_bit(key.group, key.shard))
+        if delete:
+            self._delete(tier, [key])
+
+    def promote(self, entry: Entry, key: ChunkKey, slot: Slot, header: chunk.Header) -> None:
+        """Keep a loaded container in host memory, unless its chunk was cleared meanwhile."""
+        with self.lock:
+            if entry.alive and self.cpu.put(key, slot, header.total_bytes):
+                pages = 0 if header.page_mask == (1 << header.pages) - 1 else header.page_mask
+                self.index.add(key, 0, header.total_bytes, pages=pages, expires=header.expires)
+                self.stats.add("promoted_chunks")
+
+    def clear(self, match: Callable[[Entry], bool], tier: int | None = None) -> int:
+        """Remove every chunk that matches, from one tier or all; returns how many chunks were there.
+
+        Waits for the start-up scan, so that what an earlier process stored is found too. Chunks being copied are
+        invisible at once, their memory follows when the copy ends.
+        """
+        for each in self.tiers:
+            each.scanned.wait()
+        with self.lock:
+            found = [entry for entry in self.index.entries() if match(entry)]
+            count = sum(any(mask and tier in (None, t) for t, mask in enumerate(entry.masks)) for entry in found)
+            doomed = self._take_out(found, tier)
+        self._delete_all(doomed)
+        return count
+
+    def expire(self, entries: Sequence[Entry]) -> None:
+        """Forget chunks past their time; what lower tiers hold of them is deleted in the background."""
+        with self.lock:
+            self.stats.add("expired_chunks", len(entries))
+            doomed = self._take_out(entries, None)
+        self._chores.submit(self._delete_all, doomed)
+
+    def _take_out(self, entries: Iterable[Entry], tier: int | None) -> dict[int, list[ChunkKey]]:
+        """Remove chunks from the index and host memory; returns the keys to delete by lower tier."""
+        doomed: dict[int, list[ChunkKey]] = {}
+        for entry in entries:
+            for t, mask in enumerate(entry.masks):
+                if mask and tier in (None, t):
+                    doomed.setdefault(t, []).extend(entry.keys(t))
+                    self.index.remove(entry, t)
+        for key in doomed.pop(0, []):
+            self.cpu.pop(key)
+        return doomed
+
+    def _delete_all(self, doomed: dict[int, list[ChunkKey]]) -> None:
+        for number, keys in doomed.items():
+            self._delete(self.tiers[number - 1], keys)
+
+    def _scan(self, tier: Tier) -> None:
+        """Fill the index with what a tier already holds; then settle and enforce its budget."""
+        try:
+            for batch in tier.backend.scan():
+                if self.closing:
+                    break
+                self._scanned(tier, batch)
+        except BackendError:
+            self.stats.add(f"{tier.name}.scan.failed")
+            tier.breaker.note(False)
+        with self.lock:
+            tier.settle(self.index.used[tier.number])
+            victims = self._victims(tier, 0)
+        self._delete(tier, victims)
+        tier.scanned.set()
+
+    def _scanned(self, tier: Tier, batch: list[Found]) -> None:
+        with self.lock:
+            for found in batch:
+                self.index.add(found.key, tier.number, found.nbytes, created=max(1, int(found.created)))
+        self.stats.add("scanned_objects", len(batch))
+
+    # Life cycle.
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until everything queued so far is written or given up; False when ``timeout`` seconds were not enough."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(
+            writer.total.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for writer in self.writers
+        )
+
+    def usage(self) -> dict[str, Any]:
+        """Per tier: bytes and chunks parts held, budget, measured speed."""
+        host = {"bytes": self.cpu.usage().used, "objects": self.index.objects[0], "budget": self.arena.capacity,
+                "leased_bytes": self.leases.held, "leases": len(self.leases), "reservations": len(self._reservations)}  # fmt: skip
+        return {"cpu": host} | {
+            tier.name: {
+                "bytes": self.index.used[tier.number],
+                "objects": self.index.objects[tier.number],
+                "budget": tier.budget,
+                "queued_bytes": writer.queued,
+                "gb_per_s": tier.speeds(),
+            }
+            for tier, writer in zip(self.tiers, self.writers, strict=True)
+        }
+
+    def health(self) -> dict[str, Any]:
+        """Per tier: ok, detail."""
+        own = self.cpu.health()
+        found: dict[str, Any] = {"cpu": {"ok": own.ok, "detail": own.detail}}
+        return found | {tier.name: tier.health() for tier in self.tiers}
+
+    def close(self, timeout: float) -> bool:
+        """Stop within ``timeout`` seconds; False when a backend call is stuck (its memory is then left mapped)."""
+        if self.closed or self.forked:
+            self.closed = True
+            return True
+        self.closing = True
+        deadline = time.monotonic() + timeout
+        clean = all([writer.close(deadline - 0.2 * timeout) for writer in self.writers])
+        self.closed = True
+        clean = all([tier.readers.close(deadline) for tier in self.tiers]) and clean
+        clean = self._chores.close(deadline) and clean and not self.loader.in_flight
+        for tier in self.tiers:
+            tier.backend.close()
+        if clean:
+            self.cpu.close()
+        return clean
+
+
+def _open_tiers(config: Config, largest: int) -> list[Tier]:
+    tiers: list[Tier] = []
+    for number, each in enumerate(config.tiers, 1):
+        scheme = each.url.partition(":")[0]
+        same = sum(tier.url_scheme == scheme for tier in tiers)
+        tier = Tier(number, f"{scheme}-{same + 1}" if same else scheme, each)
+        if tier.budget is not None and tier.budget < largest:
+            raise ConfigError(
+                f"tiers.{number - 1}.budget", f"{tier.budget} bytes cannot hold one chunk; needs at least {largest}"
+            )
+        tiers.append(tier)
+    return tiers
+
+
+def _after_fork() -> None:
+    for storage in _STORAGES:
+        storage.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)

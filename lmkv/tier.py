@@ -1,0 +1,119 @@
+"""One storage tier below host memory: its backend, its budget, its breaker and its measured speed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from lmkv import backends, codec
+from lmkv.backends.base import Backend, Result, Status
+from lmkv.config import TierConfig
+from lmkv.workers import Workers
+
+FAILURES_TO_OPEN = 5
+COOL_DOWN = 5.0
+BROKEN = {Status.TIMEOUT, Status.ERROR}
+
+
+class Breaker:
+    """Stops asking a tier that keeps failing: open after five failures in a row, one probe every five seconds."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._retry_at = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def open(self) -> bool:
+        """The tier is being left alone."""
+        return self._failures >= FAILURES_TO_OPEN
+
+    def allows(self) -> bool:
+        """Whether to try now; while open, true once per cool-down."""
+        with self._lock:
+            if not self.open:
+                return True
+            if time.monotonic() < self._retry_at:
+                return False
+            self._retry_at = time.monotonic() + COOL_DOWN
+            return True
+
+    def note(self, ok: bool) -> None:
+        """Record how a try ended."""
+        with self._lock:
+            self._failures = 0 if ok else self._failures + 1
+            if self._failures == FAILURES_TO_OPEN:
+                self._retry_at = time.monotonic() + COOL_DOWN
+
+
+@dataclass
+class Room:
+    """Bytes promised to writes in flight, beside what the index counts as stored."""
+
+    pending: int = 0
+
+
+class Tier:
+    """Number 0 is host memory and has no Tier; the first Tier is number 1, the fastest asked first."""
+
+    def __init__(self, number: int, name: str, config: TierConfig) -> None:
+        self.number, self.name, self.config = number, name, config
+        self.url_scheme = config.url.partition(":")[0]
+        self.codec = codec.get(config.codec, config.level)
+        self.backend: Backend = backends.open(config.url)
+        self._free = self.backend.usage().free
+        self.budget: int | None = None
+        self.settle(0)
+        self.room = Room()
+        self.breaker = Breaker()
+        self.readers = Workers(f"{name}-read", config.readers)
+        self.scanned = threading.Event()
+        self._write_speed = self._read_speed = 0.0
+
+    def settle(self, used: int) -> None:
+        """Fix the budget in bytes: a fraction is of the space free at start plus what the tier itself ``used`` then."""
+        budget = self.config.budget
+        if budget is not None and (budget.nbytes or self._free is not None):
+            self.budget = budget.resolve((self._free or 0) + used)
+
+    @property
+    def evicts_elsewhere(self) -> bool:
+        """Another process owns the backend and evicts; this one only reads and writes."""
+        return self.backend.shared
+
+    @property
+    def probing(self) -> bool:
+        """The index may not know everything the backend holds."""
+        return self.backend.shared or not self.scanned.is_set()
+
+    def note(self, results: list[Result]) -> None:
+        """Tell the breaker how a batch went: data problems are not the tier's failure, errors and timeouts are."""
+        for result in results:
+            self.breaker.note(result.status not in BROKEN)
+
+    def measured(self, nbytes: int, seconds: float, write: bool) -> None:
+        """Feed the moving average of seconds per byte."""
+        speed = seconds / max(nbytes, 1)
+        if write:
+            self._write_speed = speed if not self._write_speed else 0.8 * self._write_speed + 0.2 * speed
+        else:
+            self._read_speed = speed if not self._read_speed else 0.8 * self._read_speed + 0.2 * speed
+
+    def seconds_to_write(self, nbytes: int) -> float:
+        """Predicted seconds to write ``nbytes``, 0 before anything was measured."""
+        return nbytes * self._write_speed / self.config.writers
+
+    def speeds(self) -> dict[str, float]:
+        """Measured GB/s of one reader and one writer."""
+        return {
+            name: round(1e-9 / each, 3)
+            for name, each in (("read", self._read_speed), ("write", self._write_speed))
+            if each
+        }
+
+    def health(self) -> dict[str, Any]:
+        """The backend's own word and the breaker's state."""
+        own = self.backend.health()
+        return {"ok": own.ok and not self.breaker.open, "detail": own.detail, "breaker_open": self.breaker.open}

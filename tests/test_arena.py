@@ -1,0 +1,80 @@
+"""The arena: no two holders share bytes, sums are exact, memory comes back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkv.arena import HUGE, Arena, slab_bytes
+from lmkv.errors import ConfigError
+
+BUDGET = 40 * 4096
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5 * 4096), st.booleans()), max_size=60))
+def test_slots_never_overlap_and_the_sum_is_exact(steps: list[tuple[int, bool]]) -> None:
+    arena = Arena(BUDGET, 10 * 4096, [4096, 3 * 4096], huge=False, touch=False)
+    held = []
+    for nbytes, free in steps:
+        if free and held:
+            arena.release(held.pop(nbytes % len(held)))
+            continue
+        slot = arena.alloc(nbytes)
+        if slot is None:
+            continue
+        assert slot.nbytes >= nbytes
+        slot.view()[:] = bytes([len(held) % 256]) * slot.nbytes
+        held.append(slot)
+        spans = sorted((s.address, s.address + s.nbytes) for s in held)
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert arena.used == sum(s.nbytes for s in held) <= BUDGET
+    for slot in held:
+        arena.release(slot)
+    assert arena.used == 0
+    assert arena.alloc(10 * 4096) is not None, "empty slabs serve another class again"
+    arena.close()
+
+
+def test_a_slot_returns_only_when_its_last_holder_lets_go() -> None:
+    arena = Arena(4096, 4096, [4096], huge=False, touch=False)
+    slot = arena.alloc(4096)
+    assert slot is not None
+    generation = slot.generation
+    arena.hold(slot)
+    arena.release(slot)
+    assert arena.alloc(4096) is None
+    arena.release(slot)
+    again = arena.alloc(4096)
+    assert again is slot
+    assert again.generation == generation + 1
+
+
+def test_touching_does_not_change_bytes() -> None:
+    arena = Arena(8 << 20, 2 << 20, [4096], touch=False)
+    slots = [arena.alloc(4096) for _ in range(64)]
+    for i, slot in enumerate(slots):
+        slot.view()[:] = bytes([i]) * 4096
+    arena._touch()
+    assert arena.warmed.is_set()
+    for i, slot in enumerate(slots):
+        assert bytes(slot.view()) == bytes([i]) * 4096
+
+
+@pytest.mark.parametrize("slot", [4096, 12288, (32 << 20) + 4096, 100 << 20])
+def test_slabs_hold_whole_slots_with_little_waste(slot: int) -> None:
+    size = slab_bytes(slot, 64 << 20)
+    assert size % HUGE == 0
+    assert size >= 64 << 20
+    assert size % slot / size < 0.04
+
+
+def test_a_budget_below_one_chunk_is_refused_with_the_amount() -> None:
+    with pytest.raises(ConfigError, match="needs at least 1048576"):
+        Arena(4096, 4096, [1 << 20], touch=False)
+
+
+def test_a_budget_the_system_refuses_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="refused"):
+        Arena(1 << 62, 1 << 61, [4096], touch=False)

@@ -1,0 +1,77 @@
+"""kill -9 in the middle of stores: what is found afterwards is right, and the budget holds after each restart."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from memory import Memory, spec
+from test_engine import TOKENS, disk, open_engine
+
+ROUNDS = 50
+CONTAINER = 8192
+CHILD = """
+import sys
+sys.path.insert(0, {tests!r})
+from memory import Memory, spec
+from test_engine import TOKENS, disk, open_engine
+from pathlib import Path
+memory = Memory(spec(), pages=128, seed=7)
+ids = memory.ids(160)
+engine = open_engine(memory, tiers=disk(Path({root!r}), budget={budget}))
+print("ready", flush=True)
+i = {first}
+while True:
+    engine.store(TOKENS + 1000 * i, memory.pages, ids)
+    engine.flush(10)
+    print(i, flush=True)
+    i += 1
+"""
+
+
+def test_fifty_kills_leave_right_bytes_and_the_budget_kept(tmp_path: Path) -> None:
+    memory = Memory(spec(), pages=128, seed=7)
+    ids = memory.ids(160)
+    right = memory.read(ids)[0].copy()
+    random.seed(3)
+    first, tests = 0, str(Path(__file__).parent)
+    for round_ in range(ROUNDS):
+        budget = 100 * CONTAINER if round_ % 2 else 50 * CONTAINER
+        code = CHILD.format(tests=tests, root=str(tmp_path), budget=budget, first=first)
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        for _ in range(random.randrange(1, 6)):
+            first = int(child.stdout.readline()) + 1
+        for _ in range(random.randrange(0, 20_000)):
+            pass  # land anywhere inside the next store
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        if round_ % 5 == 4:
+            check(tmp_path, memory, ids, right, first)
+
+
+def check(root: Path, memory: Memory, ids: list[np.ndarray], right: np.ndarray, stored: int) -> None:
+    """Every chunk that is offered has the right bytes, and the last flushed prompt is there whole."""
+    half = 25 * CONTAINER
+    with open_engine(memory, tiers=disk(root, budget=half)) as engine:
+        engine.storage.tiers[0].scanned.wait(10)
+        files = [each for each in root.rglob("*-*") if each.is_file()]
+        assert sum(each.stat().st_size for each in files) == engine.stats()["tiers"]["disk"]["bytes"] <= half
+        assert not list((root / "tmp").iterdir())
+        hits = 0
+        for i in range(stored + 2):
+            memory.wipe()
+            hit = engine.retrieve(TOKENS + 1000 * i, memory.pages, ids)
+            count = hit.tokens // 4
+            np.testing.assert_array_equal(memory.read(ids)[0][:, :count], right[:, :count])
+            hits += hit.tokens
+        assert hits >= 10 * 16, "half the budget still holds the most recent prompt"
+        assert not [name for name in engine.stats() if name.startswith("miss.")]
+    memory.arrays[0][:, ids[0]] = right
