@@ -14,51 +14,31 @@ static_assert(std::endian::native == std::endian::little, "words are loaded as t
 
 constexpr std::size_t kMaxLanes = 16;
 
-// One block through the compression function; h becomes the next chaining value.
-void compress(std::uint32_t* h, const std::uint8_t* block, std::uint64_t counter, std::uint32_t length,
-              std::uint32_t flags) {
-    std::uint32_t m[16], v[16];
-    std::memcpy(m, block, sizeof m);
-    std::memcpy(v, h, 32);
-    std::memcpy(v + 8, kIv, 16);
-    v[12] = static_cast<std::uint32_t>(counter);
-    v[13] = static_cast<std::uint32_t>(counter >> 32);
-    v[14] = length;
-    v[15] = flags;
-#pragma GCC unroll 7
-    for (int r = 0; r < 7; ++r)
-#pragma GCC unroll 8
-        for (int q = 0; q < 8; ++q) {
-            const auto& at = kQuarter[q];
-            std::uint32_t a = v[at[0]], b = v[at[1]], c = v[at[2]], d = v[at[3]];
-            a += b + m[kOrder.word[r][2 * q]];
-            d = std::rotr(d ^ a, 16);
-            c += d;
-            b = std::rotr(b ^ c, 12);
-            a += b + m[kOrder.word[r][2 * q + 1]];
-            d = std::rotr(d ^ a, 8);
-            c += d;
-            b = std::rotr(b ^ c, 7);
-            v[at[0]] = a, v[at[1]] = b, v[at[2]] = c, v[at[3]] = d;
-        }
-    for (int i = 0; i < 8; ++i) h[i] = v[i] ^ v[i + 8];
-}
+struct Rotate {
+    template <int kBits>
+    static std::uint32_t by(std::uint32_t x) {
+        return std::rotr(x, kBits);
+    }
+};
 
-void scalar_lane(const LaneWork& work, std::size_t lane, std::uint8_t* out) {
+void one_lane(const LaneWork& work, std::size_t lane, std::uint8_t* out) {
     std::uint32_t h[8];
     std::memcpy(h, work.key, sizeof h);
-    const std::size_t blocks = work.bytes ? (work.bytes + kBlockBytes - 1) / kBlockBytes : 1;
+    const std::uint64_t counter = work.counter + lane * work.counter_step;
+    const std::size_t blocks = block_count(work.bytes);
     for (std::size_t block = 0; block < blocks; ++block) {
         const bool last = block + 1 == blocks;
-        const std::size_t length = last ? work.bytes - block * kBlockBytes : kBlockBytes;
-        const std::uint8_t* from = work.in[lane] + block * kBlockBytes;
-        std::uint8_t padded[kBlockBytes] = {};
-        if (length < kBlockBytes) {
-            if (length) std::memcpy(padded, from, length);
-            from = padded;
-        }
-        compress(h, from, work.counter + lane * work.counter_step, static_cast<std::uint32_t>(length),
-                 work.flags | (block == 0 ? work.first_flags : 0) | (last ? work.last_flags : 0));
+        const std::size_t at = block * kBlockBytes, length = last ? work.bytes - at : kBlockBytes;
+        std::uint32_t m[16] = {}, v[16];
+        if (length) std::memcpy(m, work.in[lane] + at, length);
+        std::memcpy(v, h, sizeof h);
+        std::memcpy(v + 8, kIv, 16);
+        v[12] = static_cast<std::uint32_t>(counter);
+        v[13] = static_cast<std::uint32_t>(counter >> 32);
+        v[14] = static_cast<std::uint32_t>(length);
+        v[15] = block_flags(work, block, last);
+        mix<Rotate>(v, m);
+        for (int i = 0; i < 8; ++i) h[i] = v[i] ^ v[i + 8];
     }
     std::memcpy(out, h, sizeof h);
 }
@@ -67,7 +47,7 @@ void scalar_lane(const LaneWork& work, std::size_t lane, std::uint8_t* out) {
 void run_lanes(LaneWork work, std::size_t lanes) {
     std::uint8_t* const out = work.out;
     if (lanes <= 2) {
-        for (std::size_t i = 0; i < lanes; ++i) scalar_lane(work, i, out + i * kDigestBytes);
+        for (std::size_t i = 0; i < lanes; ++i) one_lane(work, i, out + i * kDigestBytes);
         return;
     }
     const Simd level = simd();

@@ -27,10 +27,31 @@ consteval Order make_order() {
 }
 inline constexpr Order kOrder = make_order();
 
-// The columns and diagonals the quarter rounds of one round work on.
+// The columns, then the diagonals, that one round mixes.
 inline constexpr std::uint8_t kQuarter[8][4] = {{0, 4, 8, 12},  {1, 5, 9, 13},  {2, 6, 10, 14},
                                                 {3, 7, 11, 15}, {0, 5, 10, 15}, {1, 6, 11, 12},
                                                 {2, 7, 8, 13},  {3, 4, 9, 14}};
+
+// The seven rounds on state v with block m. Word is one word, or that word of several inputs;
+// Rotate::by<bits>(word) turns it right.
+template <typename Rotate, typename Word>
+__attribute__((always_inline)) inline void mix(Word* v, const Word* m) {
+#pragma GCC unroll 7
+    for (int r = 0; r < 7; ++r) {
+#pragma GCC unroll 8
+        for (int q = 0; q < 8; ++q) {
+            Word &a = v[kQuarter[q][0]], &b = v[kQuarter[q][1]], &c = v[kQuarter[q][2]], &d = v[kQuarter[q][3]];
+            a += b + m[kOrder.word[r][2 * q]];
+            d = Rotate::template by<16>(d ^ a);
+            c += d;
+            b = Rotate::template by<12>(b ^ c);
+            a += b + m[kOrder.word[r][2 * q + 1]];
+            d = Rotate::template by<8>(d ^ a);
+            c += d;
+            b = Rotate::template by<7>(b ^ c);
+        }
+    }
+}
 
 // One chunk (or parent block) per lane, all of the same length.
 struct LaneWork {
@@ -44,6 +65,15 @@ struct LaneWork {
     std::uint32_t last_flags;    // added on the last block
     std::uint8_t* out;           // [lanes][32] chaining values, little-endian
 };
+
+// The empty input has one (empty) block.
+static constexpr std::size_t block_count(std::size_t bytes) {
+    return bytes ? (bytes + kBlockBytes - 1) / kBlockBytes : 1;
+}
+
+static constexpr std::uint32_t block_flags(const LaneWork& work, std::size_t block, bool last) {
+    return work.flags | (block == 0 ? work.first_flags : 0) | (last ? work.last_flags : 0);
+}
 
 void blake3_lanes_x4(const LaneWork& work);
 void blake3_lanes_x8(const LaneWork& work);   // needs AVX2

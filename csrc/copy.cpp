@@ -64,10 +64,11 @@ void simplify(Plane& p) {
     }
 }
 
-// The same copy seen from one direction, outer dimension first in the order the destination lies.
+// The same copy seen from one direction, the outer dimension first.
 struct Move {
     std::ptrdiff_t dst_page, src_page, run;
     std::ptrdiff_t n0, dst0, src0, n1, dst1, src1;
+    bool lines;  // every run is whole cache lines of the destination when the page is
 
     Move(const Plane& p, bool gather) : run(p.run), n0(p.n0), n1(p.n1) {
         dst_page = gather ? p.payload_page_stride : p.page_stride;
@@ -76,23 +77,35 @@ struct Move {
         src0 = gather ? p.engine_stride0 : p.payload_stride0;
         dst1 = gather ? p.payload_stride1 : p.engine_stride1;
         src1 = gather ? p.engine_stride1 : p.payload_stride1;
-        if (n0 > 1 && std::abs(dst0) < std::abs(dst1)) {
+        constexpr auto line = static_cast<std::ptrdiff_t>(kLineBytes);
+        lines = run % line == 0 && dst0 % line == 0 && dst1 % line == 0;
+        // Whole lines go around the cache in any order, so read in order; else fill the written lines.
+        if (n0 > 1 && (lines ? std::abs(src0) < std::abs(src1) : std::abs(dst0) < std::abs(dst1))) {
             std::swap(n0, n1);
             std::swap(dst0, dst1);
             std::swap(src0, src1);
         }
     }
 
-    template <typename Copy>
-    void each(char* dst, const char* src, Copy&& copy) const {
-        for (std::ptrdiff_t a = 0; a < n0; ++a)
-            for (std::ptrdiff_t b = 0; b < n1; ++b)
-                copy(dst + a * dst0 + b * dst1, src + a * src0 + b * src1,
-                     static_cast<std::size_t>(run));
+    bool single() const { return n0 == 1 && n1 == 1; }
+
+    void page(char* dst, const char* src, const char* ahead, bool stream) const {
+        const auto n = static_cast<std::size_t>(run), rows = static_cast<std::size_t>(n1);
+        const bool aligned = lines && reinterpret_cast<std::uintptr_t>(dst) % kLineBytes == 0;
+        for (std::ptrdiff_t a = 0; a < n0; ++a, dst += dst0, src += src0) {
+            if (stream && aligned && n < kSplitBytes) {
+                stream_rows(dst, dst1, src, src1, n, rows, ahead);
+                continue;
+            }
+            for (std::ptrdiff_t b = 0; b < n1; ++b) {
+                if (stream && n >= kSplitBytes) stream_copy(dst + b * dst1, src + b * src1, n);
+                else std::memcpy(dst + b * dst1, src + b * src1, n);
+            }
+        }
     }
 };
 
-constexpr std::int64_t kItemBytes = 1 << 20;
+constexpr std::int64_t kItemBytes = 1 << 20, kPagesAhead = 2;
 
 }  // namespace
 
@@ -173,37 +186,26 @@ void CopyPlan::run(const Chunks& c, bool gather, int threads, std::int64_t strea
 void CopyPlan::run_item(const Item& item, const Chunks& c, bool gather, bool stream) const {
     const Plane& plane = planes_[item.plane];
     const Move move(plane, gather);
-    char* payload = reinterpret_cast<char*>(c.slots[item.chunk]) + plane.payload_offset;
-    char* engine = reinterpret_cast<char*>(plane.engine_base);
+    char* const payload = reinterpret_cast<char*>(c.slots[item.chunk]) + plane.payload_offset;
+    char* const engine = reinterpret_cast<char*>(plane.engine_base);
     const std::int64_t shift = c.first[item.chunk] - c.starts[item.chunk];
-    const bool single = move.n0 == 1 && move.n1 == 1;
-    const bool joins = single && move.dst_page == move.run && move.src_page == move.run;
-    const bool lines = move.run % 64 == 0 && move.dst0 % 64 == 0 && move.dst1 % 64 == 0;
-    LineWriter writer;
+    // Pages that follow each other on both sides are one run.
+    const bool joins = move.single() && move.dst_page == move.run && move.src_page == move.run;
     for (std::int64_t k = item.begin, next; k < item.end; k = next) {
         next = k + 1;
         while (joins && next < item.end && c.page_ids[next] == c.page_ids[next - 1] + 1) ++next;
-        char* page = engine + c.page_ids[k] * plane.page_stride;
-        char* place = payload + (k + shift) * plane.payload_page_stride;
-        char* dst = gather ? place : page;
-        const char* src = gather ? page : place;
-        const auto bytes = static_cast<std::size_t>(move.run * (next - k));
-        if (!stream) {
-            if (single) std::memcpy(dst, src, bytes);
-            else move.each(dst, src, [](char* d, const char* s, std::size_t n) { std::memcpy(d, s, n); });
-        } else if (single && bytes >= kSplitBytes) {
-            stream_copy(dst, src, bytes);
-        } else if (move.run >= static_cast<std::ptrdiff_t>(kSplitBytes)) {
-            move.each(dst, src, stream_copy);
-        } else if (lines && reinterpret_cast<std::uintptr_t>(dst) % 64 == 0) {
-            for (std::ptrdiff_t a = 0; a < move.n0; ++a)
-                stream_rows(dst + a * move.dst0, move.dst1, src + a * move.src0, move.src1,
-                            static_cast<std::size_t>(move.run), static_cast<std::size_t>(move.n1));
-        } else {
-            move.each(dst, src, [&](char* d, const char* s, std::size_t n) { writer.put(d, s, n); });
+        char* const page = engine + c.page_ids[k] * plane.page_stride;
+        char* const place = payload + (k + shift) * plane.payload_page_stride;
+        char* const dst = gather ? place : page;
+        const char* const src = gather ? page : place;
+        if (next > k + 1) {
+            const auto n = static_cast<std::size_t>(move.run * (next - k));
+            stream ? stream_copy(dst, src, n) : static_cast<void>(std::memcpy(dst, src, n));
+            continue;
         }
+        const bool jumps = gather && move.single() && k + kPagesAhead < item.end;
+        move.page(dst, src, jumps ? engine + c.page_ids[k + kPagesAhead] * plane.page_stride : nullptr, stream);
     }
-    writer.flush();
     if (stream) stream_fence();
 }
 

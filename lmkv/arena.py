@@ -95,8 +95,9 @@ class Arena:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.warmed = threading.Event()
+        self._toucher = threading.Thread(target=self._touch, name="lmkv-touch", daemon=True)
         if touch:
-            threading.Thread(target=self._touch, name="lmkv-touch", daemon=True).start()
+            self._toucher.start()
         else:
             self.warmed.set()
 
@@ -158,17 +159,22 @@ class Arena:
                 return
             slab, size = slot.slab, slot.nbytes
             self.used -= size
-            slabs = self._lent[size]
+            slabs = self._lent.setdefault(size, [])
             if not slab.free:
                 slabs.append(slab)
             slab.free.append(slot)
             if len(slab.free) == len(slab.slots):
                 slabs.remove(slab)
-                self._idle.append(slab)
+                if self._stop.is_set():
+                    slab.memory.close()
+                else:
+                    self._idle.append(slab)
 
     def close(self) -> None:
         """Unmap every slab none of whose slots is held; memory that a stuck read may still write stays mapped."""
         self._stop.set()
+        if self._toucher.is_alive():
+            self._toucher.join()
         with self._lock:
             for slab in self._idle:
                 slab.memory.close()

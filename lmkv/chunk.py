@@ -32,7 +32,7 @@ AS_IS = 1  # part flag: the codec did not pay, the part is stored raw
 PART_BYTES_AIM = 1 << 20
 MAX_RAW_PARTS = 64
 
-_HEAD = struct.Struct("<8sHHIQ16s8s32s8sIHHQII32sQ16si16s4xQQH")
+_HEAD = struct.Struct("<8sHHIQ16s8s32s8sIHHQII32sQ16si16sIQQH")
 _PART = struct.Struct("<HHIQQQQ")
 _TABLE = 512
 _CHECKED = PAGE - 8
@@ -157,7 +157,8 @@ def new_header(
 
 def check_layout(header: Header, spec: KVSpec) -> None:
     """BadContainer("geometry") unless decoding gives exactly the parts that ``spec`` lays out."""
-    if header.key.group < len(spec.groups) and header.geometry == spec.geometry_id:
+    same = header.geometry == spec.geometry_id and header.token_count == spec.chunk_tokens
+    if same and header.key.group < len(spec.groups):
         wanted = layout(spec, header.key.group)
         if [(p.layers, p.raw) for p in header.parts] == [(p.layers, p.raw) for p in wanted]:
             return
@@ -179,7 +180,7 @@ def write_header(view: memoryview, header: Header) -> None:
             page, 0, MAGIC, VERSION, header.flags, HEADER_BYTES, header.total_bytes, *key,
             header.token_start, header.token_count, header.page_tokens,
             header.page_mask.to_bytes(32, "little"), header.geometry, names[0], header.level,
-            names[1], header.created, header.expires, len(header.parts),
+            names[1], 0, header.created, header.expires, len(header.parts),
         )  # fmt: skip
         for number, part in enumerate(header.parts):
             _PART.pack_into(page, _TABLE + number * _PART.size, *part)
@@ -210,7 +211,7 @@ def parse(view: memoryview, key: ChunkKey | None = None) -> Header:
         raise BadContainer("identity", f"holds {found}")
     if flags & ~(LOSSY | SEALED):
         raise BadContainer("flags", f"{flags:#x}")
-    start, tokens, page_tokens, raw_mask, geometry, codec, level, profile, *times = fields[7:]
+    start, tokens, page_tokens, raw_mask, geometry, codec, level, profile, *rest = fields[7:]
     mask, pages = int.from_bytes(raw_mask, "little"), tokens // page_tokens if page_tokens else 0
     if not pages or tokens % page_tokens or not 0 < mask < 1 << min(pages, MAX_PAGES + 1):
         raise BadContainer("bounds", f"{tokens} tokens in pages of {page_tokens}, mask {mask:#x}")
@@ -220,14 +221,14 @@ def parse(view: memoryview, key: ChunkKey | None = None) -> Header:
         raise BadContainer("parts", f"{count}")
     end = _TABLE + count * _PART.size
     unused = page[_HEAD.size : _TABLE] + page[end:_CHECKED]
-    if unused != bytes(len(unused)):
+    if rest[0] or unused != bytes(len(unused)):
         raise BadContainer("reserved", "bytes that must be zero are not")
     parts = tuple(map(Part._make, _PART.iter_unpack(page[_TABLE:end])))
     _check_parts(parts, pages, codec.rstrip(b"\0") == b"raw", total)
     names = [name.rstrip(b"\0").decode("ascii") for name in (codec, profile)]
     return Header(
         found, start, tokens, page_tokens, mask, geometry, parts, total, flags,
-        names[0], level, names[1], *times,
+        names[0], level, names[1], *rest[1:],
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@
     config.origin("cpu.budget")                              # "argument"
 
 Anything unknown or out of range is a ``ConfigError`` with the key, the value, where it came from
-and the nearest known key; nothing is ignored. ``python -m lmkv.config`` prints the reference
-tables of docs/configuration.md.
+and the nearest known key; nothing is ignored. ``lmkv config docs`` prints the reference tables of
+docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ from pydantic import (
 from lmkv.errors import ConfigError
 from lmkv.units import Size, memory_limit, parse_bytes, parse_number, parse_seconds
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 __all__ = ["Config", "CpuConfig", "Size", "TierConfig", "markdown", "memory_limit", "nearest"]
 
@@ -63,16 +60,10 @@ class CpuConfig(_Model):
         description="Host memory for chunks; a fraction is of what the cgroup or machine allows.",
     )
     slab: Bytes = Field(
-        default=64 << 20,
-        description="Memory comes from the system, and returns, in slabs of this size.",
+        default=64 << 20, description="Memory comes from the system, and returns, in slabs of this size."
     )
-    huge_pages: bool = Field(
-        default=True, description="Back the slabs with transparent huge pages."
-    )
-    touch: bool = Field(
-        default=True,
-        description="Fault the memory in at start, in the background, not at first use.",
-    )
+    huge_pages: bool = Field(default=True, description="Back the slabs with transparent huge pages.")
+    touch: bool = Field(default=True, description="Fault the memory in at start, in the background, not at first use.")
     lease_timeout: Seconds = Field(
         default=60.0, description="An acquired prefix that nobody retrieves is let go after this."
     )
@@ -82,24 +73,18 @@ class TierConfig(_Model):
     """One tier below host memory: a table, or a URL with these keys as query options."""
 
     url: str = Field(
-        description="Backend, folder or address, and the backend's own options: "
-        "`disk:///var/cache/lmkv?fsync=1`."
+        description="Backend, folder or address, and the backend's own options: `disk:///var/cache/lmkv?fsync=1`."
     )
     budget: SizeField | None = Field(
-        default=None,
-        description="Most the tier may hold; a fraction is of the free space. Empty: `0.5`, or no "
-        "limit where the free space cannot be known.",
+        default=Size(fraction=0.5),
+        description="Most the tier may hold; a fraction is of the free space and what it holds, "
+        "and no limit where that cannot be known.",
     )
-    codec: str = Field(
-        default="raw", description="How chunks are written: `raw`, `zstd`, or a plug-in."
-    )
-    level: Int | None = Field(
-        default=None, description="Level of the codec; empty: the codec's own."
-    )
+    codec: str = Field(default="raw", description="How chunks are written: `raw`, `zstd`, or a plug-in.")
+    level: Int | None = Field(default=None, description="Level of the codec; empty: the codec's own.")
     admission: Literal["all", "second_touch", "on_eviction"] = Field(
         default="all",
-        description="What is written: `all`, `second_touch` (reused once) or `on_eviction` "
-        "(leaving host memory).",
+        description="What is written: `all`, `second_touch` (reused once) or `on_eviction` (leaving host memory).",
     )
     readers: Int = Field(default=4, ge=1, le=256, description="Reads in flight.")
     writers: Int = Field(default=2, ge=1, le=256, description="Writes in flight.")
@@ -107,14 +92,8 @@ class TierConfig(_Model):
         default=None, description="Chunks expire this long after they were stored; empty: never."
     )
     max_write_delay: Seconds = Field(
-        default=30.0,
-        description="A write that would wait longer than this is dropped, and counted.",
+        default=30.0, description="A write that would wait longer than this is dropped, and counted."
     )
-
-    @property
-    def effective_budget(self) -> Size:
-        """``budget``, or half of the free space."""
-        return self.budget or Size(fraction=0.5)
 
     @model_validator(mode="before")
     @classmethod
@@ -131,11 +110,7 @@ class TierConfig(_Model):
             raise ValueError(f"sets {twice[0]} twice")
         ours = {name: value for name, value in pairs if name in cls.model_fields and name != "url"}
         rest = [(name, value) for name, value in pairs if name not in ours]
-        return {
-            **given,
-            **ours,
-            "url": base + ("?" + urlencode(rest, safe="/:,") if rest else ""),
-        }
+        return {**given, **ours, "url": base + ("?" + urlencode(rest, safe="/:,") if rest else "")}
 
 
 class Config(_Model):
@@ -144,19 +119,11 @@ class Config(_Model):
     chunk_tokens: Int = Field(
         default=256, ge=1, le=1 << 16, description="Tokens a chunk: the unit of keys and storage."
     )
-    copy_threads: Int = Field(
-        default=0, ge=0, le=256, description="Threads that copy pages; 0: one a core, at most 4."
-    )
+    copy_threads: Int = Field(default=0, ge=0, le=256, description="Threads that copy pages; 0: one a core, at most 4.")
     policy: str = Field(default="lru", description="Which chunks leave a full tier first.")
-    min_hit_tokens: Int = Field(
-        default=0, ge=0, description="A hit shorter than this is not taken."
-    )
-    operation_timeout: Seconds = Field(
-        default=30.0, description="A read that takes longer is a miss."
-    )
-    close_timeout: Seconds = Field(
-        default=5.0, description="Closing waits at most this long for writes under way."
-    )
+    min_hit_tokens: Int = Field(default=0, ge=0, description="A hit shorter than this is not taken.")
+    operation_timeout: Seconds = Field(default=30.0, description="A read that takes longer is a miss.")
+    close_timeout: Seconds = Field(default=5.0, description="Closing waits at most this long for writes under way.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="Host memory.")
     tiers: tuple[TierConfig, ...] = Field(
         default=(), description="Tiers below host memory, fastest first: tables, or URLs."
@@ -177,12 +144,7 @@ class Config(_Model):
         return tiers
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path | None = None,
-        env: Mapping[str, str] = os.environ,
-        **overrides: Any,
-    ) -> Config:
+    def load(cls, path: str | Path | None = None, env: Mapping[str, str] = os.environ, **overrides: Any) -> Config:
         """Defaults, then the file (``path``, else ``$LMKV_CONFIG``), ``env``, ``overrides``.
 
         Overrides are fields (``tiers=["disk:///p"]``, ``cpu={"budget": "1GiB"}``) or flat names
@@ -210,8 +172,8 @@ class Config(_Model):
         tree: dict[str, Any] = {"cpu": {}}
         origins: dict[str, str] = {}
         for key, value, where in settings:
-            group, _, name = key.rpartition(".")
-            (tree[group] if group else tree)[name] = value
+            table, _, name = key.partition(".")
+            (tree[table] if name else tree)[name or table] = value
             origins[key] = where
         try:
             config = cls.model_validate(tree)
@@ -230,14 +192,15 @@ class Config(_Model):
             return "default"
         return self._origins.get("tiers" if parents[:1] == ["tiers"] else key, "argument")
 
-    def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """Every effective value: dotted key, value, origin."""
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Every effective value: dotted key, value as text, origin."""
         models: list[tuple[str, BaseModel]] = [("", self), ("cpu.", self.cpu)]
         models += [(f"tiers.{index}.", tier) for index, tier in enumerate(self.tiers)]
         for prefix, model in models:
             for name in type(model).model_fields:
                 if prefix or name not in ("cpu", "tiers"):
-                    yield prefix + name, getattr(model, name), self.origin(prefix + name)
+                    value = _text(name, getattr(model, name))
+                    yield prefix + name, value, self.origin(prefix + name)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -281,11 +244,12 @@ def _read(path: Path) -> Mapping[Any, Any]:
     """The tree in a .toml, .yaml or .yml file."""
     try:
         if path.suffix == ".toml":
-            return tomllib.loads(path.read_text("utf-8"))
-        if path.suffix not in (".yaml", ".yml"):
+            tree = toml.loads(path.read_text("utf-8"))
+        elif path.suffix in (".yaml", ".yml"):
+            yaml: Any = importlib.import_module("yaml")
+            tree = yaml.safe_load(path.read_text("utf-8"))
+        else:
             raise ConfigError("config", f"'{path}' should be a .toml, .yaml or .yml file")
-        yaml: Any = importlib.import_module("yaml")
-        tree = yaml.safe_load(path.read_text("utf-8"))
     except ImportError:
         message = f"'{path}' needs PyYAML: pip install pyyaml, or use TOML"
         raise ConfigError("config", message) from None
@@ -320,6 +284,13 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     return ConfigError(key, message + (f" (from {where})" if where else ""))
 
 
+def _text(name: str, value: object) -> str:
+    """A value as it would be written in a file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(Size(nbytes=value) if name == "slab" and isinstance(value, int) else value)
+
+
 def markdown() -> str:
     """The tables of docs/configuration.md: every key, its default, its variable, its meaning."""
     lines: list[str] = []
@@ -330,15 +301,10 @@ def markdown() -> str:
         for name, field in model.model_fields.items():
             if name == "cpu":
                 continue
-            value = Size(nbytes=field.default) if name == "slab" else field.default
-            default = "" if value in (None, ()) else f"`{value}`".replace("True", "true")
-            default = "required" if field.is_required() else default
+            default = "required" if field.is_required() else f"`{_text(name, field.default)}`"
+            default = "" if field.default in (None, ()) else default
             variable = f"`LMKV_{(prefix + name).replace('.', '_').upper()}`"
             variable = "in `LMKV_TIERS`" if model is TierConfig else variable
             lines.append(f"| `{prefix}{name}` | {default} | {variable} | {field.description} |")
         lines.append("")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

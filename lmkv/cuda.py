@@ -1,9 +1,9 @@
 """L1 on a GPU: the copies of :mod:`lmkv.pages` by a CUDA kernel.
 
-The kernel (``copy_pages.cu``) reads and writes the containers over PCIe itself. Against staging in
-device memory and ``cudaMemcpyAsync`` that is one pass instead of two and takes no memory from the
-engine; what it costs is a few SMs while it runs, and ``blocks`` bounds those. CuPy compiles it with
-NVRTC on first use, so no wheel depends on a CUDA or torch build. CuPy is imported inside functions.
+The kernel (``copy_pages.cu``) reads and writes the containers over PCIe itself. Against staging in device memory and
+``cudaMemcpyAsync`` that is one pass instead of two and takes no memory from the engine; what it costs is a few SMs
+while it runs, and ``blocks`` bounds those. CuPy compiles it with NVRTC on first use, so no wheel depends on a CUDA or
+torch build. CuPy is imported inside functions.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def kernel_source() -> str:
 
 
 def kernel_planes(table: PageTable) -> tuple[Ints, int]:
-    """The kernel's plane array, int64 [n, 12] = the plan's rows and the vector width of each, and
-    how many tiles a page of the largest plane takes."""
+    """The kernel's plane array, int64 [n, 12] = the plan's rows and the vector width of each, and how many tiles a page
+    of the largest plane takes."""
     rows = table.rows
     byte_columns = np.delete(rows, (5, 8), axis=1)  # all but the counts n0, n1
     unit = np.gcd.reduce(byte_columns, axis=1)
@@ -59,18 +59,16 @@ def kernel_pages(slots: Ints, page_ids: Ints, starts: Ints, first: Ints) -> Ints
 class PinnedMemory:
     """Host memory that CUDA has registered, so that a kernel may use its addresses. Thread-safe.
 
-    Registering faults pages in and takes about as long as touching them: do it in the background,
-    slab by slab. Raises LmkvError when the device cannot use host addresses (not Linux on x86-64 or
-    SBSA), CuPy's CUDARuntimeError when CUDA refuses (RLIMIT_MEMLOCK, say).
+    Registering locks the pages, and faults in those never touched: do it slab by slab, in the background. Raises
+    LmkvError when the device cannot use host addresses, CuPy's CUDARuntimeError when CUDA refuses a range.
     """
 
     def __init__(self, device: int | None = None) -> None:
         from cupy.cuda import Device, runtime
 
         number = Device(device).id
-        if not runtime.deviceGetAttribute(
-            runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, number
-        ):
+        usable = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        if not runtime.deviceGetAttribute(usable, number):
             raise LmkvError(f"CUDA device {number} cannot use the host's addresses")
         self._runtime: Any = runtime
         self._ranges: dict[int, int] = {}
@@ -136,10 +134,10 @@ class CudaCopy(Copy):
 class CudaPagedKV(PagedKV):
     """:class:`lmkv.pages.PagedKV` for planes in device memory. Thread-safe.
 
-    Copies are asynchronous: pages and containers must stay as they are until one is done.
-    ``pinned`` must cover every container; ``device`` is a CUDA ordinal, by default the current one;
-    ``after`` may be an event of CuPy or torch or a raw handle. Gathers and scatters have a
-    non-blocking stream each, so that a load does not queue behind a save.
+    Copies are asynchronous: pages and containers must stay as they are until one is done. ``pinned`` must cover every
+    container; ``device`` is a CUDA ordinal, by default the current one; ``after`` may be an event of CuPy or torch or a
+    raw handle. Gathers and scatters have a non-blocking stream each, so that a load does not queue behind a save. Close
+    before dropping.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The Engine: tokens, keys and pages above, keys and containers below.
 
-    with Engine(spec, weights=fingerprint, layout=pages.layout, cpu_budget="8GiB", tiers="disk:///var/cache/lmkv") as engine:
+    with Engine(spec, weights=fingerprint, layout=pages.layout, tiers="disk:///var/cache/lmkv") as engine:
         engine.store(tokens, pages, page_ids)
         hit = engine.retrieve(tokens, pages, page_ids)      # hit.tokens are valid in the pages now
 
@@ -22,13 +22,13 @@ import numpy as np
 from lmkv import chunk
 from lmkv.config import Config
 from lmkv.errors import BadInput, Closed, ConfigError
-from lmkv.index import Entry
 from lmkv.keys import ChunkKey, ChunkKeys, Identity, Scope
 from lmkv.leases import Lease, Reservation
-from lmkv.loads import Ready, Wanted
+from lmkv.loads import Wanted
 from lmkv.pages import PagedKV
 from lmkv.plan import Need, Plan
 from lmkv.results import Explanation, FlushReport, Retrieved, StoreHandle, explain
+from lmkv.rows import PageRows
 from lmkv.spec import KVSpec
 from lmkv.storage import StorageManager
 from lmkv.workers import Workers
@@ -47,14 +47,25 @@ class Engine:
     """
 
     def __init__(
-        self, spec: KVSpec, *, weights: str, layout: str = "", shard: int = 0, config: Config | None = None, **overrides: Any
+        self,
+        spec: KVSpec,
+        *,
+        weights: str,
+        layout: str = "",
+        shard: int = 0,
+        config: Config | None = None,
+        **overrides: Any,
     ) -> None:
         if not weights:
-            raise ConfigError("weights", "needs a fingerprint or a name of the weights: without it wrong KV could be served")
+            raise ConfigError(
+                "weights", "needs a fingerprint or a name of the weights: without it wrong KV could be served"
+            )
         if not 0 <= shard < spec.shards:
             raise BadInput(f"shard {shard} of {spec.shards}")
         self.spec, self.shard = spec, shard
-        self.config = (config or Config.load(**overrides)) if not (config and overrides) else config.override(**overrides)
+        self.config = (
+            (config or Config.load(**overrides)) if not (config and overrides) else config.override(**overrides)
+        )
         self.scope = Scope(weights, spec.kv_dtype, f"{spec.geometry()} {layout}", spec.chunk_tokens)
         self.need = Need.of(spec)
         self.layout = layout
@@ -67,11 +78,15 @@ class Engine:
 
     # Keys and lookup.
 
-    def keys(self, tokens: Tokens, salt: str = "", adapter: str = "", media: Sequence[tuple[str, int, int]] = ()) -> ChunkKeys:
+    def keys(
+        self, tokens: Tokens, salt: str = "", adapter: str = "", media: Sequence[tuple[str, int, int]] = ()
+    ) -> ChunkKeys:
         """The chunk keys of a prompt, hashed on demand; make them once and pass them to every call below."""
         if isinstance(tokens, ChunkKeys):
             if tokens.chunk_tokens != self.spec.chunk_tokens:
-                raise BadInput(f"keys of {tokens.chunk_tokens}-token chunks, the engine's have {self.spec.chunk_tokens}")
+                raise BadInput(
+                    f"keys of {tokens.chunk_tokens}-token chunks, the engine's have {self.spec.chunk_tokens}"
+                )
             return tokens
         return ChunkKeys.from_tokens(tokens, self.spec.chunk_tokens, Identity(salt, adapter, tuple(media)))
 
@@ -99,9 +114,8 @@ class Engine:
     # Storing.
 
     def store(
-        self, tokens: Tokens, pages: PagedKV, page_ids: Sequence[Any], *, start: int = 0, ttl: float | None = None,
-        owner: str = "",
-    ) -> StoreHandle:  # fmt: skip
+        self, tokens: Tokens, pages: PagedKV, page_ids: Sequence[Any], *, start: int = 0, ttl: float | None = None
+    ) -> StoreHandle:
         """Copy the full chunks of ``tokens`` out of ``pages`` into host memory, and queue them for the other tiers.
 
         page_ids: per group, the ids of the pages that hold tokens from ``start`` (a multiple of the chunk) on, in
@@ -110,123 +124,89 @@ class Engine:
         handle, with its reason.
         """
         keys = self.keys(tokens)
-        first, remainder = divmod(start, self.spec.chunk_tokens)
-        if remainder or first < 0 or first > keys.chunks:
+        if start % self.spec.chunk_tokens or not 0 <= start <= keys.chunks * self.spec.chunk_tokens:
             raise BadInput(f"start {start} is not a multiple of the chunk ({self.spec.chunk_tokens}) inside the prompt")
-        ids = self._page_ids(pages, page_ids, start, (keys.chunks - first) * self.spec.chunk_tokens)
+        rows = self._rows(pages, page_ids, start, keys.chunks * self.spec.chunk_tokens)
         tally = Tally()
         handle = StoreHandle(tally)
         if unusable := self._unusable():
-            handle.drop(unusable, keys.chunks - first)
+            handle.drop(unusable, keys.chunks - rows.first)
             return handle
         self.counters.add("stores")
         expires = int(time.time() + ttl) + 1 if ttl else 0
-        deadline = time.monotonic() + self.config.operation_timeout
-        wanted = self._storable(keys, ids, first)
         reserved: dict[ChunkKey, Reservation] = {}
         try:
-            held = self._reserve(wanted, owner, deadline, reserved, handle)
-            self._gather(pages, ids, first, wanted, reserved, expires)
+            held = self._reserve(self._storable(keys, rows), reserved, handle)
+            for key, each in reserved.items():
+                each.pages = rows.page_mask(key)
+                header = chunk.new_header(self.spec, key, each.pages, expires)
+                chunk.write_header(view := each.slot.view(each.nbytes), header)
+                chunk.zero_padding(view, header)
+            rows.gather((key, each.slot) for key, each in reserved.items())
             done = self.storage.commit(list(reserved.values()), expires, tally)
         finally:
             for reservation in reserved.values():
                 self.storage.abort(reservation)
-        handle.stored += sum(done)
-        if late := len(done) - sum(done):
+        handle.stored = sum(done)
+        if late := len(done) - handle.stored:
             handle.drop("late", late)
-        self.counters.add("stored_chunks", sum(done))
-        self.counters.add("stored_bytes", sum(each.nbytes for each in reserved.values()))
         self.storage.write_through(held, tally)
         self.storage.touch(map(self.storage.index.find(self.scope.digest), keys.upto(keys.chunks)))
         self.storage.evict_ahead()
+        self.counters.add("stored_chunks", handle.stored)
+        self.counters.add("skipped_chunks", handle.skipped)
+        self.counters.add("dropped_chunks", handle.dropped)
         return handle
 
-    def _storable(self, keys: ChunkKeys, ids: list[Any], first: int) -> list[ChunkKey]:
-        """Keys, in prefix order, of the containers whose needed pages are all there."""
-        found = []
-        for i in range(first, keys.chunks):
-            for g in self.groups:
-                per_chunk = self.spec.pages(g)
-                mine = ids[g][(i - first) * per_chunk :][:per_chunk]
-                if (mine >= 0)[self._wanted_pages(g)].all():
-                    found.append(keys.key(i, self.scope.digest, g, self.shard))
-        return found
-
-    def _wanted_pages(self, group: int) -> np.ndarray[Any, Any]:
-        """Positions of the pages of a chunk that any boundary can ask for."""
-        mask = self.spec.page_mask(group)
-        return np.array([j for j in range(self.spec.pages(group)) if mask >> j & 1])
+    def _storable(self, keys: ChunkKeys, rows: PageRows) -> list[ChunkKey]:
+        """The containers, in prefix order, all of whose pages are there."""
+        there = [rows.complete(g) for g in self.groups]
+        scope = self.scope.digest
+        return [
+            keys.key(rows.first + i, scope, g, self.shard)
+            for i in range(keys.chunks - rows.first)
+            for g in self.groups
+            if there[g][i]
+        ]
 
     def _reserve(
-        self, wanted: list[ChunkKey], owner: str, deadline: float, reserved: dict[ChunkKey, Reservation], handle: StoreHandle
+        self, wanted: list[ChunkKey], reserved: dict[ChunkKey, Reservation], handle: StoreHandle
     ) -> list[ChunkKey]:
         """Reserve slots until one is refused for want of memory; returns the keys already in the store."""
         held = []
+        deadline = time.monotonic() + self.config.operation_timeout
         for n, key in enumerate(wanted):
-            got = self.storage.reserve(owner, key, self.sizes[key.group], deadline)
+            got = self.storage.reserve(key, self.sizes[key.group], deadline)
             if isinstance(got, Reservation):
                 reserved[key] = got
             elif got == "no slot":
                 handle.drop(got, len(wanted) - n)
-                self.counters.add("dropped_chunks", len(wanted) - n)
                 break
             else:
                 handle.skip(got)
                 held += [key] if got == "held" else []
-        self.counters.add("skipped_chunks", handle.skipped)
         return held
 
-    def _gather(
-        self, pages: PagedKV, ids: list[Any], first: int, wanted: list[ChunkKey], reserved: dict[ChunkKey, Reservation],
-        expires: int,
-    ) -> None:  # fmt: skip
-        """Fill the reserved slots: headers and padding, then one native copy a group."""
-        created = int(time.time())
-        for g in self.groups:
-            slots = np.zeros(first + len(ids[g]) // self.spec.pages(g), np.int64)
-            for key, each in reserved.items():
-                if key.group == g:
-                    slots[key.depth] = each.slot.address
-                    view = each.slot.view(each.nbytes)
-                    each.pages = self._present(ids[g], key.depth - first, g)
-                    header = chunk.new_header(self.spec, key, each.pages, expires, created)
-                    chunk.write_header(view, header)
-                    chunk.zero_padding(view, header)
-            self._copy(pages.gather, pages, g, slots, ids[g], first * self.spec.chunk_tokens)
+    def _rows(self, pages: PagedKV, page_ids: Sequence[Any], start: int, stop: int) -> PageRows:
+        self._check_layout(pages)
+        return PageRows(self.spec, pages, page_ids, start, stop)
 
-    def _present(self, ids: np.ndarray[Any, Any], nth: int, group: int) -> int:
-        """Mask of the pages of the ``nth`` chunk that are there, 0 when all are."""
-        mine = ids[nth * self.spec.pages(group) :][: self.spec.pages(group)] >= 0
-        return 0 if mine.all() else sum(1 << int(j) for j in np.flatnonzero(mine))
-
-    def _copy(self, call: Any, pages: PagedKV, group: int, slots: Any, ids: Any, start: int) -> None:
-        """One native copy between pages and the containers at ``slots`` (by chunk number, 0: leave out)."""
-        at = start // self._page_tokens(group) + np.arange(len(ids))
-        ids = np.where(slots[at // self.spec.pages(group)] > 0, ids, -1)
-        pieces = pages.pieces(group, ids, start)
-        if len(pieces.page_ids):
-            call(group, slots[pieces.chunks], pieces.page_ids, pieces.starts, pieces.first).wait()
-
-    def _page_tokens(self, group: int) -> int:
-        return self.spec.chunk_tokens // self.spec.pages(group)
-
-    def _page_ids(self, pages: PagedKV, page_ids: Sequence[Any], start: int, tokens: int) -> list[Any]:
+    def _check_layout(self, pages: PagedKV) -> None:
         if pages.layout != self.layout:
             raise BadInput(f"pages laid out as {pages.layout!r}, the engine was opened for {self.layout!r}")
-        if len(page_ids) != len(self.groups):
-            raise BadInput(f"{len(self.groups)} groups need {len(self.groups)} lists of page ids, not {len(page_ids)}")
-        found = []
-        for g, each in enumerate(page_ids):
-            count = tokens // self._page_tokens(g)
-            found.append(pages.check_ids(g, each[:count], start, tokens, absent=-1))
-        return found
 
     # Retrieving.
 
     def retrieve(
-        self, tokens: Tokens | Lease, pages: PagedKV, page_ids: Sequence[Any], *, start: int = 0, stop: int | None = None,
+        self,
+        tokens: Tokens | Lease,
+        pages: PagedKV,
+        page_ids: Sequence[Any],
+        *,
+        start: int = 0,
+        stop: int | None = None,
         timeout: float | None = None,
-    ) -> Retrieved:  # fmt: skip
+    ) -> Retrieved:
         """Copy the longest stored prefix into ``pages`` and say how long it is.
 
         tokens: or a `Lease` from `acquire`. page_ids: per group, the ids of the pages for tokens from ``start`` on;
@@ -234,15 +214,19 @@ class Engine:
         already, a multiple of the page; pages below it are not touched. stop: use at most so many tokens.
         """
         lease = tokens if isinstance(tokens, Lease) else None
-        deadline = time.monotonic() + (timeout or self.config.operation_timeout)
-        self.counters.add("retrieves")
+        keys = lease.plan.keys if lease else self.keys(tokens)  # type: ignore[arg-type]
+        self._check_layout(pages)
+        for g in self.groups:
+            pages.check_ids(g, (), start, 0)
         if self._unusable() or (lease and not self.storage.leases.use(lease)):
             return Retrieved(0, 0, {}, self._unusable() or "lease void")
+        self.counters.add("retrieves")
+        deadline = time.monotonic() + (timeout or self.config.operation_timeout)
         try:
             for _ in range(ATTEMPTS):
-                plan = lease.plan if lease else self.lookup(tokens)  # type: ignore[arg-type]
-                if stop is not None:
-                    plan = plan.cut(stop // self.spec.chunk_tokens, "stop") if stop < plan.tokens else plan
+                plan = lease.plan if lease else self.lookup(keys)
+                if stop is not None and stop < plan.tokens:
+                    plan = plan.cut(stop // self.spec.chunk_tokens, "stop")
                 found = self._load(plan, pages, page_ids, start, deadline)
                 if lease or found.tokens or not self.need.trailing:
                     break
@@ -255,12 +239,8 @@ class Engine:
     def _load(self, plan: Plan, pages: PagedKV, page_ids: Sequence[Any], start: int, deadline: float) -> Retrieved:
         if plan.tokens <= start:
             return Retrieved(0, 0, {}, plan.reason)
-        border = start // self.spec.chunk_tokens * self.spec.chunk_tokens
-        ids = []
-        for g, each in enumerate(self._page_ids(pages, page_ids, start, plan.tokens - start)):
-            skipped = (start - border) // self._page_tokens(g)
-            ids.append(np.concatenate([np.full(skipped, -1), each]))
-        wanted = self._wanted(plan, border // self.spec.chunk_tokens)
+        rows = self._rows(pages, page_ids, start, plan.tokens)
+        wanted = self._wanted(plan, rows.first)
         tiers: Counter[str] = Counter()
         got, reason = 0, plan.reason
         for run in self.storage.fetch(wanted, deadline):
@@ -268,18 +248,21 @@ class Engine:
                 reason = run
                 self.counters.add("retrieve_failures")
                 break
-            self._scatter(run, wanted[got : got + len(run)], pages, ids, border)
-            for ready in run:
-                tiers[self.storage.names[ready.tier]] += 1
+            keys = [want.key for want in wanted[got : got + len(run)]]
+            try:
+                rows.scatter((key, ready.slot) for key, ready in zip(keys, run, strict=True))
+            finally:
+                self.storage.release(run)
+            for key, ready in zip(keys, run, strict=True):
+                if key.group == wanted[0].key.group:
+                    tiers[self.storage.names[ready.tier]] += self.spec.chunk_tokens
             got += len(run)
         ends = plan.tokens
         if got < len(wanted):
             ends = 0 if self.need.trailing else wanted[got].key.depth * self.spec.chunk_tokens
         self.storage.touch(plan.entries[: ends // self.spec.chunk_tokens])
-        per_chunk = {name: count * self.spec.chunk_tokens // max(1, len(self.groups)) for name, count in tiers.items()}
-        if ends <= start:
-            return Retrieved(0, 0, {}, reason)
-        return Retrieved(ends, ends - start, per_chunk, reason)
+        self.storage.write_through([want.key for want in wanted[:got]], Tally())
+        return Retrieved(ends, ends - start, dict(tiers), reason) if ends > start else Retrieved(0, 0, {}, reason)
 
     def _wanted(self, plan: Plan, first: int) -> list[Wanted]:
         """Containers to fetch, chunk by chunk."""
@@ -292,21 +275,6 @@ class Engine:
             if i in needed[g]
         ]
 
-    def _scatter(self, run: list[Ready], wanted: list[Wanted], pages: PagedKV, ids: list[Any], border: int) -> None:
-        """One native copy a group for a run of ready containers, which are released."""
-        first = border // self.spec.chunk_tokens
-        try:
-            for g in self.groups:
-                slots = np.zeros(first + -(-len(ids[g]) // self.spec.pages(g)), np.int64)
-                for ready, (_, key) in zip(run, wanted, strict=True):
-                    if key.group == g:
-                        slots[key.depth] = ready.slot.address
-                self._copy(pages.scatter, pages, g, slots, ids[g], border)
-        finally:
-            for ready in run:
-                self.storage.arena.release(ready.slot)
-            self.counters.add("retrieved_bytes", sum(ready.slot.nbytes for ready in run))
-
     def prefetch(self, tokens: Tokens) -> Future[int]:
         """Bring the stored prefix into host memory in the background; the result is the tokens that are there."""
         return self._workers.submit(self._prefetch, self.keys(tokens))
@@ -318,8 +286,7 @@ class Engine:
             if isinstance(run, str):
                 return 0 if self.need.trailing else wanted[got].key.depth * self.spec.chunk_tokens
             got += len(run)
-            for ready in run:
-                self.storage.arena.release(ready.slot)
+            self.storage.release(run)
         return plan.tokens
 
     def submit_store(self, *args: Any, **kwargs: Any) -> Future[StoreHandle]:
@@ -354,8 +321,8 @@ class Engine:
     ) -> int:  # fmt: skip
         """Remove chunks and return how many there were.
 
-        Exactly one of: tokens (that prompt's chunks), scope (this model's), tenant (a salt's, of this model), everything
-        (other models' too). ``tier`` alone empties one tier, beside another argument it limits the removal to it.
+        Exactly one of: tokens (that prompt's chunks), scope (this model's), tenant (a salt's, of this model),
+        everything (other models' too). ``tier`` alone empties one tier, else it limits the removal to it.
         """
         given = [tokens is not None, scope, tenant is not None, everything]
         if sum(given) > 1 or not (any(given) or tier):

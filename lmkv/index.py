@@ -89,8 +89,8 @@ class Index:
 
     def find(self, scope: bytes) -> Callable[[bytes], Entry | None]:
         """A function from digest to entry within ``scope``."""
-        found = self.scopes.get(scope)
-        return found.entries.get if found else {}.get
+        found = self.scopes.get(scope) or _Scope()
+        return found.entries.get
 
     def get(self, key: ChunkKey) -> Entry | None:
         """The entry of a key's chunk."""

@@ -1,6 +1,6 @@
 """Leases on what a request was promised, and reservations of memory to be filled.
 
-Both have an owner, a deadline and a generation. A deadline *voids*: a void lease promises nothing any more, and a void
+Each has an owner, a deadline and a generation. A deadline *voids*: a void lease promises nothing any more, and a void
 reservation cannot be committed. The memory itself comes back only when its holder lets go, so bytes under a copy are
 never reused.
 """
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Reservation:
-    """A slot that ``owner`` fills; invisible until committed.
+    """A slot being filled; invisible until committed. Its owner is whoever holds this object.
 
     generation: the slot's when it was reserved. pages: mask of the pages filled, 0 for all.
     """
 
-    owner: str
     key: ChunkKey
     slot: Slot
     nbytes: int

@@ -22,7 +22,7 @@ from lmkv.keys import ChunkKey
 from lmkv.tier import Tier
 
 if TYPE_CHECKING:
-    from lmkv.storage import Storage
+    from lmkv.storage import StorageManager
 
 BATCH_BYTES = 1 << 20
 BATCH_ITEMS = 32
@@ -56,7 +56,7 @@ class Load:
 class Loader:
     """Starts, shares and finishes reads for a storage."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: StorageManager) -> None:
         self.storage = storage
         self._loads: dict[ChunkKey, Load] = {}
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Loader:
         return len(self._loads)
 
     def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Iterator[list[Ready] | str]:
-        """Yield consecutive runs of ``wanted`` as they become ready; a string, the reason of the first failure, is last.
+        """Yield consecutive runs of ``wanted`` as they become ready; the reason of a failure, a string, is last.
 
         deadline: time.monotonic. Runs already in host memory come in one piece; reads run a window ahead.
         """
@@ -145,23 +145,15 @@ class Loader:
     def _submit(self, loads: list[Load]) -> None:
         """Hand reads to their tiers' readers, small ones in batches."""
         while loads:
-            tier, size, batch = loads[0].tier, 0, []
+            tier, size = loads[0].tier, 0
+            batch: list[Load] = []
             while loads and loads[0].tier is tier and len(batch) < BATCH_ITEMS and size < BATCH_BYTES:
                 batch.append(loads.pop(0))
                 size += batch[-1].nbytes
             tier.readers.submit(self._read, tier, batch)
 
     def _read(self, tier: Tier, batch: list[Load]) -> None:
-        started = time.monotonic()
-        try:
-            reads = [Read(load.key, load.slot.view(load.nbytes)) for load in batch]
-            results = tier.backend.read(reads)
-        except Exception as error:
-            results = [Result(Status.ERROR, detail=repr(error))] * len(batch)
-        tier.note(results)
-        done = sum(each.nbytes for each in results if each.status is Status.OK)
-        if done:
-            tier.measured(done, time.monotonic() - started, write=False)
+        results = tier.read([Read(load.key, load.slot.view(load.nbytes)) for load in batch])
         for load, result in zip(batch, results, strict=True):
             try:
                 load.reason = self._admit(load, result)
@@ -181,7 +173,7 @@ class Loader:
         if result.status is not Status.OK:
             if result.status in (Status.MISSING, Status.CORRUPT):
                 self.storage.forget(load.entry, load.tier, load.key, delete=result.status is Status.CORRUPT)
-            return result.status.value
+            return str(result.status.value)
         try:
             view = load.slot.view(result.nbytes)
             header = chunk.parse(view)

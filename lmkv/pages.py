@@ -1,12 +1,12 @@
 """L1: an engine's KV pages as strided memory, and the copies between pages and chunk containers.
 
-Nothing here knows an engine or a layout by name: whoever registers memory describes it as planes
-(address, strides, shape), and one copy plan per group follows. vLLM's six layouts, padded pages,
-groups that alias one region, recurrent states and HF's [batch, heads, tokens, dim] are one case.
+Nothing here knows an engine or a layout by name: whoever registers memory describes it as planes (address, strides,
+shape), and one copy plan per group follows. vLLM's six layouts, padded pages, groups that alias one region, recurrent
+states and HF's [batch, heads, tokens, dim] are one case.
 
-Payload of a container: the layers of each part in order; inside a layer the chunk's pages in order;
-inside a page its planes in order; inside a plane the box row-major, its axes ordered ``physical``
-(by falling stride: the bytes as the engine lays them out) or ``logical`` (as declared).
+Payload of a container: the layers of each part in order; inside a layer the chunk's pages in order; inside a page its
+planes in order; inside a plane the box row-major, its axes ordered ``physical`` (by falling stride: the bytes as the
+engine lays them out) or ``logical`` (as declared).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAX_ROWS_PER_PLANE = 256
 class Plane:
     """One layer's pages, or only their K or their V.
 
-    Page ``p`` of ``pages`` is the box ``shape`` (elements of ``itemsize`` bytes) with byte
-    ``strides`` at ``address + p * page_stride``. Bytes between the boxes (page padding, other
-    layers, other heads) are never touched. Sizes below 1 and overlapping elements: BadInput.
+    Page ``p`` of ``pages`` lies at ``address + p * page_stride``: the box ``shape``, in elements of ``itemsize`` bytes,
+    with byte ``strides``. Bytes between the boxes (page padding, other layers, other heads) are never touched. Sizes
+    below 1 and overlapping elements: BadInput.
     """
 
     address: int
@@ -49,6 +49,8 @@ class Plane:
     def __post_init__(self) -> None:
         if self.address <= 0 or min(self.pages, self.itemsize, *self.shape) < 1:
             raise BadInput(f"a plane needs an address and positive sizes: {self}")
+        if len(self.shape) != len(self.strides):
+            raise BadInput(f"a plane needs a stride for each axis: {self}")
         dims = [(self.page_stride, self.pages), *zip(self.strides, self.shape, strict=True)]
         extent = self.itemsize
         for stride, count in sorted(dim for dim in dims if dim[1] > 1):
@@ -63,20 +65,15 @@ class Plane:
 
     @classmethod
     def of(
-        cls,
-        array: Any,
-        page_axis: int | None = 0,
-        page_tokens: int | None = None,
-        token_axis: int | None = None,
+        cls, array: Any, page_axis: int | None = 0, page_tokens: int | None = None, token_axis: int | None = None
     ) -> Plane:
         """The pages of a torch, numpy or CuPy array (known by duck type); no data is copied.
 
-        ``page_axis`` counts the pages; the other axes, in their order, are the box. So ``of(kv)``
-        for vLLM's ``[block, head, token, content]``. With ``token_axis`` the pages are cut from an
-        unpaged tensor, ``page_tokens`` each, an incomplete last one left out; the page axis must
-        then be None or of size 1: ``of(keys[b], None, 16, token_axis=1)`` for sequence ``b`` of
-        HF's ``[batch, heads, tokens, dim]``. For a payload in another ``logical`` order transpose
-        the array first.
+        ``page_axis`` counts the pages; the other axes, in their order, are the box: ``of(kv)`` for ``kv`` of vLLM,
+        [block, head, token, content]. With ``token_axis`` the pages are cut from an unpaged tensor, ``page_tokens``
+        each, an incomplete last one left out; the page axis must then be None or of size 1: sequence b of HF's
+        [batch, heads, tokens, dim] is ``of(keys[b], None, 16, token_axis=1)``. For a payload in another ``logical``
+        order transpose the array first.
         """
         address, shape, strides, itemsize = _describe(array)
         if any(not -len(shape) <= (axis or 0) < len(shape) for axis in (page_axis, token_axis)):
@@ -98,15 +95,15 @@ class Plane:
 
 @dataclass(frozen=True)
 class GroupView:
-    """The planes of each layer of a group, in the group's layer order: one plane when K and V are
-    fused (or MLA, or a recurrent state), two when they lie apart."""
+    """The planes of each layer of a group, in the group's layer order: one plane when K and V are fused (or MLA, or a
+    recurrent state), two when they lie apart."""
 
     layers: tuple[tuple[Plane, ...], ...]
 
 
 class PageTable(NamedTuple):
-    """One group's copy plan as numbers. ``rows``: int64 [n, 11], see ``_native.CopyPlan``;
-    ``page_tokens``: tokens a page stands for (a whole chunk when recurrent)."""
+    """One group's copy plan as numbers. ``rows``: int64 [n, 11], see ``_native.CopyPlan``; ``page_tokens``: tokens a
+    page stands for (a whole chunk when recurrent)."""
 
     rows: Ints
     payload_bytes: int
@@ -117,9 +114,8 @@ class PageTable(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Runs of neighbouring pages, none across a chunk border. Piece ``i`` is
-    ``page_ids[starts[i]:starts[i + 1]]`` at positions ``first[i], first[i] + 1, ...`` of chunk
-    number ``chunks[i]``, counted from token 0."""
+    """Runs of neighbouring pages, none across a chunk border. Piece ``i`` is ``page_ids[starts[i]:starts[i + 1]]`` at
+    positions ``first[i], first[i] + 1, ...`` of chunk number ``chunks[i]``, counted from token 0."""
 
     chunks: Ints
     page_ids: Ints
@@ -143,14 +139,13 @@ class Copy:
 class PagedKV:
     """An engine's pages for every group of a spec, and the copies between them and containers.
 
-    ``threads`` share the pages of one call; ``keep`` is held as long as this object, since a plane
-    is only an address. Raises BadInput when planes and spec disagree. ``layout`` is the payload
-    order as text, for a Scope: equal texts, equal payload bytes, provided that the axes, which are
-    numbered as declared, mean the same.
+    ``threads`` share the pages of one call; ``keep`` is held as long as this object, since a plane is only an address.
+    Raises BadInput when planes and spec disagree. ``layout`` is the payload order as text, for a Scope: equal texts,
+    equal payload bytes, provided that the axes, which are numbered as declared, mean the same.
 
-    Pages the caller does not have (vLLM's null block, slid out of a window) are left out of a copy:
-    only ids that are present go in, with their position in the chunk. :meth:`pieces` cuts a list
-    with holes into such runs; a chunk with a hole then occurs twice in one call.
+    Pages the caller does not have (vLLM's null block, slid out of a window) are left out of a copy: only ids that are
+    present go in, with their position in the chunk. :meth:`pieces` cuts a list with holes into such runs; a chunk with
+    a hole then occurs twice in one call.
     """
 
     def __init__(
@@ -175,20 +170,17 @@ class PagedKV:
         """How many pages the engine has for a group; ids run from 0."""
         return self._table(group).pages
 
-    def check_ids(
-        self, group: int, page_ids: Any, first_token: int, tokens: int, absent: int | None = None
-    ) -> Ints:
+    def check_ids(self, group: int, page_ids: Any, first_token: int, tokens: int, absent: int | None = None) -> Ints:
         """Page ids of tokens ``[first_token, first_token + tokens)`` as int64, or BadInput.
 
-        Both ends must lie on page borders. A recurrent group has one page a chunk, the state at the
-        chunk's end. Ids equal to ``absent`` are pages the caller does not have: returned as -1.
+        Both ends must lie on page borders. A recurrent group has one page a chunk, the state at the chunk's end. Ids
+        equal to ``absent`` are pages the caller does not have: returned as -1.
         """
         table = self._table(group)
         unit = table.page_tokens
         if first_token < 0 or tokens < 0 or first_token % unit or tokens % unit:
             raise BadInput(
-                f"group {group}: tokens [{first_token}, {first_token + tokens}) are not whole "
-                f"pages of {unit} tokens"
+                f"group {group}: tokens [{first_token}, {first_token + tokens}) are not whole pages of {unit} tokens"
             )
         ids = _integers("page ids", page_ids)
         if len(ids) != tokens // unit:
@@ -206,21 +198,16 @@ class PagedKV:
         chunks, first = np.divmod(at[begins], table.pages_per_chunk)
         return Pieces(chunks, page_ids[taken], np.append(begins, len(taken)), first)
 
-    def gather(
-        self, group: int, containers: Any, page_ids: Any, starts: Any, first: Any, after: Any = None
-    ) -> Copy:
-        """Copy pages into containers: pages ``page_ids[starts[i]:starts[i + 1]]`` to positions
-        ``first[i], ...`` of the container at address ``containers[i]``; its header, its padding and
-        its other positions keep their bytes.
+    def gather(self, group: int, containers: Any, page_ids: Any, starts: Any, first: Any, after: Any = None) -> Copy:
+        """Copy pages into containers: pages ``page_ids[starts[i]:starts[i + 1]]`` to positions ``first[i], ...`` of the
+        container at address ``containers[i]``; its header, its padding and its other positions keep their bytes.
 
-        Integer arrays: containers [n], page_ids [m], starts [n + 1], first [n]. ``after``: the CUDA
-        event behind the step that wrote the pages. BadInput: nothing was copied.
+        Integer arrays: containers [n], page_ids [m], starts [n + 1], first [n]. ``after``: the CUDA event behind the
+        step that wrote the pages. BadInput: nothing was copied.
         """
         return self._copy(True, group, (containers, page_ids, starts, first), after)
 
-    def scatter(
-        self, group: int, containers: Any, page_ids: Any, starts: Any, first: Any, after: Any = None
-    ) -> Copy:
+    def scatter(self, group: int, containers: Any, page_ids: Any, starts: Any, first: Any, after: Any = None) -> Copy:
         """Copy containers into pages, :meth:`gather` reversed. No page may be named twice."""
         return self._copy(False, group, (containers, page_ids, starts, first), after)
 
@@ -300,8 +287,8 @@ def _text(plane: Plane, order: Order) -> str:
 
 
 def _rows(plane: Plane, order: Order, offset: int, page_bytes: int) -> list[list[int]]:
-    """Rows of the copy plan for one plane: neighbouring axes that are contiguous on both sides are
-    merged; two that stay fit into a row, a further one is written out, smallest first."""
+    """Rows of the copy plan for one plane: neighbouring axes that are contiguous on both sides are merged; two that
+    stay fit into a row, a further one is written out, smallest first."""
     outer: list[tuple[int, int, int]] = []
     run = payload_stride = plane.itemsize
     for axis in reversed(_axes(plane, order)):
@@ -340,7 +327,7 @@ def _describe(array: Any) -> tuple[int, list[int], list[int], int]:
 def _integers(what: str, values: Any) -> Ints:
     try:
         array = np.asarray(values)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise BadInput(f"{what} must be a one-dimensional array of integers: {error}") from error
     if array.shape == (0,):
         return np.zeros(0, np.int64)

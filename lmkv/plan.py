@@ -18,7 +18,7 @@ from lmkv.keys import ChunkKeys
 from lmkv.spec import Kind, KVSpec
 
 if TYPE_CHECKING:
-    from lmkv.storage import Storage
+    from lmkv.storage import StorageManager
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Plan:
         return self.entries == other.entries
 
 
-def lookup(storage: Storage, scope: bytes, keys: ChunkKeys, need: Need) -> Plan:
+def lookup(storage: StorageManager, scope: bytes, keys: ChunkKeys, need: Need) -> Plan:
     """The longest restorable prefix of ``keys``; changes nothing but what probing a tier adds to the index."""
     find = storage.index.find(scope)
     entries: list[Entry | None] = []

@@ -73,20 +73,18 @@ class StorageManager:
     def probe(self, scope: bytes, keys: ChunkKeys, first: int, need: Need) -> bool:
         """Ask tiers that may hold more than the index knows: the first missing chunk, then all that follow."""
         found = False
-        for tier, writer in zip(self.tiers, self.writers, strict=True):
+        for tier in self.tiers:
             if not (tier.probing and tier.breaker.allows()):
                 continue
             bits = need.growing or sum(each.bits for each in need.trailing)
             stop = keys.chunks if not need.growing else first + 1
-            if self._ask(tier, writer, scope, keys, range(first, stop), bits):
+            if self._ask(tier, scope, keys, range(first, stop), bits):
                 found = True
                 every = bits | sum(each.bits for each in need.trailing)
-                self._ask(tier, writer, scope, keys, range(first, keys.chunks), every)
+                self._ask(tier, scope, keys, range(first, keys.chunks), every)
         return found
 
-    def _ask(
-        self, tier: Tier, writer: Writer, scope: bytes, keys: ChunkKeys, chunks: range, bits: int
-    ) -> bool:
+    def _ask(self, tier: Tier, scope: bytes, keys: ChunkKeys, chunks: range, bits: int) -> bool:
         asked = [keys.key(i, scope, group, shard) for i in chunks for group, shard in parts_of(bits)]
         try:
             sizes = tier.backend.contains(asked)
@@ -103,6 +101,11 @@ class StorageManager:
         """Bring containers into host memory, in order; see `Loader.fetch`."""
         return self.loader.fetch(wanted, deadline)
 
+    def release(self, run: Iterable[Ready]) -> None:
+        """Let go of fetched containers."""
+        for ready in run:
+            self.arena.release(ready.slot)
+
     def touch(self, entries: Iterable[Entry | None]) -> None:
         """A prefix was used."""
         with self.lock:
@@ -110,7 +113,7 @@ class StorageManager:
 
     # Writing.
 
-    def reserve(self, owner: str, key: ChunkKey, nbytes: int, deadline: float) -> Reservation | str:
+    def reserve(self, key: ChunkKey, nbytes: int, deadline: float) -> Reservation | str:
         """A slot to fill for ``key``; a string says why there is none (held, in flight, no slot)."""
         with self.lock:
             entry = self.index.get(key)
@@ -127,12 +130,12 @@ class StorageManager:
             slot = self.alloc(nbytes)
             if slot is None:
                 return "no slot"
-            reservation = Reservation(owner, key, slot, nbytes, deadline, slot.generation)
+            reservation = Reservation(key, slot, nbytes, deadline, slot.generation)
             self._reservations[key] = reservation
             return reservation
 
     def commit(self, reservations: Sequence[Reservation], expires: int, tally: Tally) -> list[bool]:
-        """Publish filled slots, in prefix order, and queue their write-through; False where the commit came too late."""
+        """Publish filled slots, in prefix order, and queue their write-through; False where it came too late."""
         done = []
         with self.lock:
             for each in reservations:
@@ -172,7 +175,7 @@ class StorageManager:
 
     def _job(self, entry: Entry, key: ChunkKey, tally: Tally | None = None) -> Job | None:
         slot = self.cpu.hold(key)
-        return slot and Job(entry, key, slot, entry.sizes[0, part_bit(key.group, key.shard)], tally)
+        return None if slot is None else Job(entry, key, slot, entry.sizes[0, part_bit(key.group, key.shard)], tally)
 
     def written(self, tier: Tier, job: Job, nbytes: int, expires: int, result: Result) -> str:
         """Account for one write; returns its outcome. A chunk cleared meanwhile is taken out again."""
@@ -365,7 +368,7 @@ class StorageManager:
     # Life cycle.
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until everything queued so far is written or given up; False when ``timeout`` seconds were not enough."""
+        """Wait until what is queued is written or given up; False when ``timeout`` seconds were not enough."""
         deadline = None if timeout is None else time.monotonic() + timeout
         return all(
             writer.total.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -374,8 +377,14 @@ class StorageManager:
 
     def usage(self) -> dict[str, Any]:
         """Per tier: bytes and chunks parts held, budget, measured speed."""
-        host = {"bytes": self.cpu.usage().used, "objects": self.index.objects[0], "budget": self.arena.capacity,
-                "leased_bytes": self.leases.held, "leases": len(self.leases), "reservations": len(self._reservations)}  # fmt: skip
+        host = {
+            "bytes": self.cpu.usage().used,
+            "objects": self.index.objects[0],
+            "budget": self.arena.capacity,
+            "leased_bytes": self.leases.held,
+            "leases": len(self.leases),
+            "reservations": len(self._reservations),
+        }
         return {"cpu": host} | {
             tier.name: {
                 "bytes": self.index.used[tier.number],
@@ -400,10 +409,10 @@ class StorageManager:
             return True
         self.closing = True
         deadline = time.monotonic() + timeout
-        clean = all([writer.close(deadline - 0.2 * timeout) for writer in self.writers])
+        ended = [writer.close(deadline - 0.2 * timeout) for writer in self.writers]
         self.closed = True
-        clean = all([tier.readers.close(deadline) for tier in self.tiers]) and clean
-        clean = self._chores.close(deadline) and clean and not self.loader.in_flight
+        ended += [tier.readers.close(deadline) for tier in self.tiers]
+        clean = self._chores.close(deadline) and all(ended) and not self.loader.in_flight
         for tier in self.tiers:
             tier.backend.close()
         if clean:
@@ -418,6 +427,8 @@ def _open_tiers(config: Config, largest: int) -> list[Tier]:
         same = sum(tier.url_scheme == scheme for tier in tiers)
         tier = Tier(number, f"{scheme}-{same + 1}" if same else scheme, each)
         if tier.budget is not None and tier.budget < largest:
+            for opened in [*tiers, tier]:
+                opened.backend.close()
             raise ConfigError(
                 f"tiers.{number - 1}.budget", f"{tier.budget} bytes cannot hold one chunk; needs at least {largest}"
             )

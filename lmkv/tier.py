@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmkv import backends, codec
-from lmkv.backends.base import Backend, Result, Status
+from lmkv.backends.base import Backend, Read, Result, Status, Write
 from lmkv.config import TierConfig
 from lmkv.workers import Workers
 
@@ -88,18 +89,28 @@ class Tier:
         """The index may not know everything the backend holds."""
         return self.backend.shared or not self.scanned.is_set()
 
-    def note(self, results: list[Result]) -> None:
-        """Tell the breaker how a batch went: data problems are not the tier's failure, errors and timeouts are."""
+    def read(self, reads: Sequence[Read]) -> list[Result]:
+        """The backend's read, never raising, timed, and told to the breaker."""
+        return self._call(self.backend.read, reads, "_read_speed")
+
+    def write(self, writes: Sequence[Write]) -> list[Result]:
+        """The backend's write, likewise."""
+        return self._call(self.backend.write, writes, "_write_speed")
+
+    def _call(self, call: Callable[[Sequence[Any]], list[Result]], items: Sequence[Any], speed: str) -> list[Result]:
+        started = time.monotonic()
+        try:
+            results = call(items) if items else []
+            if len(results) != len(items):
+                raise ValueError(f"{len(results)} results for {len(items)} items")
+        except Exception as error:
+            results = [Result(Status.ERROR, detail=repr(error))] * len(items)
         for result in results:
             self.breaker.note(result.status not in BROKEN)
-
-    def measured(self, nbytes: int, seconds: float, write: bool) -> None:
-        """Feed the moving average of seconds per byte."""
-        speed = seconds / max(nbytes, 1)
-        if write:
-            self._write_speed = speed if not self._write_speed else 0.8 * self._write_speed + 0.2 * speed
-        else:
-            self._read_speed = speed if not self._read_speed else 0.8 * self._read_speed + 0.2 * speed
+        if done := sum(each.nbytes for each in results if each.status is Status.OK):
+            now, before = (time.monotonic() - started) / done, getattr(self, speed)
+            setattr(self, speed, 0.8 * before + 0.2 * now if before else now)
+        return results
 
     def seconds_to_write(self, nbytes: int) -> float:
         """Predicted seconds to write ``nbytes``, 0 before anything was measured."""

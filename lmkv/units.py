@@ -10,9 +10,7 @@ from pathlib import Path
 
 _AMOUNT = re.compile(r"(?i)\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?)\s*([a-z%]*)\s*")
 _BYTES = {"b": 1} | {
-    f"{letter}{i}b": (1024 if i else 1000) ** power
-    for power, letter in enumerate("kmgt", 1)
-    for i in ("", "i")
+    f"{letter}{i}b": (1024 if i else 1000) ** power for power, letter in enumerate("kmgt", 1) for i in ("", "i")
 }
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 SMALLEST = 4096

@@ -21,9 +21,7 @@ class Workers:
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"lmkv-{name}-{i}", daemon=True) for i in range(count)
-        ]
+        self._threads = [threading.Thread(target=self._run, name=f"lmkv-{name}-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
             thread.start()
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from lmkv import chunk, codec
 from lmkv.arena import Slot
-from lmkv.backends.base import Result, Status, Write
+from lmkv.backends.base import Write
 from lmkv.index import Entry, part_bit
 from lmkv.keys import ChunkKey
 from lmkv.tier import Tier
 
 if TYPE_CHECKING:
-    from lmkv.storage import Storage
+    from lmkv.storage import StorageManager
 
 BATCH_BYTES = 8 << 20
 BATCH_ITEMS = 32
@@ -73,7 +73,7 @@ class Job:
 class Writer:
     """The queue and the writing threads of one tier."""
 
-    def __init__(self, tier: Tier, storage: Storage) -> None:
+    def __init__(self, tier: Tier, storage: StorageManager) -> None:
         self.tier, self.storage = tier, storage
         self.limit = storage.arena.capacity // 4
         self.queued = 0
@@ -129,14 +129,10 @@ class Writer:
 
     def _run(self) -> None:
         while batch := self._take():
-            started = time.monotonic()
             try:
                 outcomes = self._write(batch)
             except Exception as error:
                 outcomes = [f"failed ({type(error).__name__})"] * len(batch)
-            written = sum(job.nbytes for job, each in zip(batch, outcomes, strict=True) if each == "written")
-            if written:
-                self.tier.measured(written, time.monotonic() - started, write=True)
             with self._wake:
                 for job, outcome in zip(batch, outcomes, strict=True):
                     self.queued -= job.nbytes
@@ -175,21 +171,13 @@ class Writer:
                     writes.append((i, Write(job.key, data), header.expires))
                 else:
                     outcomes[i] = "dropped"
-            results = self._call([write for _, write, _ in writes])
+            results = self.tier.write([write for _, write, _ in writes])
             for (i, write, expires), result in zip(writes, results, strict=True):
                 outcomes[i] = self.storage.written(self.tier, batch[i], len(write.data), expires, result)
         finally:
             for slot in staged:
                 self.storage.arena.release(slot)
         return outcomes
-
-    def _call(self, writes: list[Write]) -> list[Result]:
-        try:
-            results = self.tier.backend.write(writes) if writes else []
-        except Exception as error:
-            results = [Result(Status.ERROR, detail=repr(error))] * len(writes)
-        self.tier.note(results)
-        return results
 
     def _body(self, job: Job, staged: list[Slot]) -> tuple[memoryview, chunk.Header]:
         """The bytes to write: encoded into a staging slot, or the sealed slot itself when that is not smaller."""

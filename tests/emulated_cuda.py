@@ -158,8 +158,11 @@ class DeviceArray:
         self.data = DevicePointer(array.ctypes.data)
 
 
+RECYCLED = 0x7F7F7F7F7F7F7F7F
+
+
 class PinnedPool:
-    """Buffers whose bytes turn to 0x7F as soon as their owner lets go of them."""
+    """Buffers whose bytes all turn to 0x7F as soon as their owner lets go of them."""
 
     def __init__(self) -> None:
         self.memory: list[np.ndarray] = []
@@ -195,7 +198,12 @@ def fake_cupy(kernel: Callable[..., int], checks: list[int]) -> types.ModuleType
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
         assert all(isinstance(each, (DeviceArray, np.int64)) for each in arguments)
         raw = [a.data.ptr if isinstance(a, DeviceArray) else int(a) for a in arguments]
-        work = lambda: checks.append(kernel(grid[0], block[0], *raw))  # noqa: E731
+        arrays = [a.array for a in arguments if isinstance(a, DeviceArray)]
+
+        def work() -> None:
+            assert not any((array == RECYCLED).any() for array in arrays), "uploaded too late"
+            checks.append(kernel(grid[0], block[0], *raw))
+
         runtime.current[-1].queue.append(work)
 
     class RawModule:

@@ -37,9 +37,7 @@ class Memory:
         for group in of.groups:
             shape = (len(group.layers), pages, group.layer_page_bytes)
             self.arrays.append(rng.integers(0, 256, shape, dtype=np.uint8))
-        views = [
-            GroupView(tuple((Plane.of(layer),) for layer in layers)) for layers in self.arrays
-        ]
+        views = [GroupView(tuple((Plane.of(layer),) for layer in layers)) for layers in self.arrays]
         self.pages = PagedKV(of, views, keep=self.arrays)
 
     def ids(self, tokens: int, seed: int = 1, first: int = 0) -> list[np.ndarray]:

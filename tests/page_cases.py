@@ -35,14 +35,7 @@ class Box:
     stored: tuple[int, ...]
 
     def plane(self, base: int) -> Plane:
-        return Plane(
-            base + self.offset,
-            self.pages,
-            self.page_stride,
-            self.shape,
-            self.strides,
-            self.itemsize,
-        )
+        return Plane(base + self.offset, self.pages, self.page_stride, self.shape, self.strides, self.itemsize)
 
     def page(self, memory: np.ndarray, page: int, order: str) -> np.ndarray:
         """A writable view of a page's bytes in payload order."""
@@ -66,10 +59,7 @@ class Case:
     order: str = "physical"
 
     def views(self, base: int) -> list[GroupView]:
-        return [
-            GroupView(tuple(tuple(box.plane(base) for box in layer) for layer in layers))
-            for layers in self.groups
-        ]
+        return [GroupView(tuple(tuple(box.plane(base) for box in layer) for layer in layers)) for layers in self.groups]
 
     def pages(self, group: int) -> int:
         return self.groups[group][0][0].pages
@@ -85,19 +75,15 @@ class Request:
     first: np.ndarray
 
 
-def transfer(
-    case: Case, request: Request, memory: np.ndarray, slots: np.ndarray, gather: bool
-) -> None:
-    """Do in numpy, in place, what a gather or scatter must do. slots: uint8 [n, container bytes]."""
+def transfer(case: Case, request: Request, memory: np.ndarray, slots: np.ndarray, gather: bool) -> None:
+    """Do in numpy, in place, what gather or scatter must do. slots: uint8 [n, container bytes]."""
     group = request.group
     per_page = case.spec.groups[group].layer_page_bytes
     for i, slot in enumerate(slots):
         for part in chunk.layout(case.spec, group):
             for nth in range(part.layers):
                 start = part.offset + nth * case.spec.pages(group) * per_page
-                for k, page in enumerate(
-                    request.page_ids[request.starts[i] : request.starts[i + 1]]
-                ):
+                for k, page in enumerate(request.page_ids[request.starts[i] : request.starts[i + 1]]):
                     at = start + (int(request.first[i]) + k) * per_page
                     for box in case.groups[group][part.first_layer + nth]:
                         there = box.page(memory, int(page), case.order)
@@ -110,15 +96,7 @@ def transfer(
 
 
 def vllm_boxes(
-    layout: str,
-    base: int,
-    layers: int,
-    pages: int,
-    heads: int,
-    tokens: int,
-    content: int,
-    itemsize: int,
-    padding: int,
+    layout: str, base: int, layers: int, pages: int, heads: int, tokens: int, content: int, itemsize: int, padding: int
 ) -> tuple[list[Box], int]:
     """One box a layer in memory of vLLM's layout, and where that memory ends. ``padding`` bytes are
     left behind whatever the layout keeps together inside a page."""
@@ -133,8 +111,7 @@ def vllm_boxes(
     stored = tuple("HNC".index(letter) for letter in inner)
     shape, by_axis = (heads, tokens, content), tuple(strides[letter] for letter in "HNC")
     boxes = [
-        Box(base + nth * strides["L"], pages, strides["B"], shape, by_axis, itemsize, stored)
-        for nth in range(layers)
+        Box(base + nth * strides["L"], pages, strides["B"], shape, by_axis, itemsize, stored) for nth in range(layers)
     ]
     return boxes, base + step
 
@@ -164,9 +141,7 @@ def vllm_case(
 ) -> Case:
     """split: K and V "fused" in one plane, "halves" of one allocation, or "apart" in two."""
     window = 2 * tokens if kind is Kind.SLIDING else 0
-    group = LayerGroup(
-        kind, tuple(range(layers)), tokens, heads, dim, dtype=DTYPES[itemsize], window=window
-    )
+    group = LayerGroup(kind, tuple(range(layers)), tokens, heads, dim, dtype=DTYPES[itemsize], window=window)
     widths = {"apart": (dim, dim)}.get(split, (dim if kind is Kind.MLA else 2 * dim,))
     planes, end = [], base
     for width in widths:
@@ -184,17 +159,7 @@ def recurrent_case(padding: int = 40) -> Case:
     """Two layers' states, padded, one page a chunk."""
     group = LayerGroup(Kind.RECURRENT, (0, 3), 16, state_bytes=1000)
     boxes = tuple(
-        (
-            Box(
-                32 + nth * 10 * (1000 + padding),
-                10,
-                1000 + padding,
-                (1, 1, 1000),
-                (7, 7, 1),
-                1,
-                (0, 1, 2),
-            ),
-        )
+        (Box(32 + nth * 10 * (1000 + padding), 10, 1000 + padding, (1, 1, 1000), (7, 7, 1), 1, (0, 1, 2)),)
         for nth in range(2)
     )
     return Case("recurrent", KVSpec((group,), 32), (boxes,), 64 + 20 * (1000 + padding))
@@ -207,21 +172,12 @@ def aliasing_case() -> Case:
     full = LayerGroup(Kind.FULL, (2, 3), 4, 2, 8)
     state = LayerGroup(Kind.RECURRENT, (4, 5), 4, state_bytes=200)
     groups = []
-    for shape, strides, itemsize in [
-        ((2, 4, 16), (128, 32, 2), 2),
-        ((2, 4, 16), (32, 64, 2), 2),
-        ((200,), (1,), 1),
-    ]:
+    for shape, strides, itemsize in [((2, 4, 16), (128, 32, 2), 2), ((2, 4, 16), (32, 64, 2), 2), ((200,), (1,), 1)]:
         stored = tuple(sorted(range(len(shape)), key=lambda axis: -strides[axis]))
         groups.append(
-            tuple(
-                (Box(16 + nth * page * pages, pages, page, shape, strides, itemsize, stored),)
-                for nth in range(2)
-            )
+            tuple((Box(16 + nth * page * pages, pages, page, shape, strides, itemsize, stored),) for nth in range(2))
         )
-    return Case(
-        "aliasing", KVSpec((sliding, full, state), 16), tuple(groups), 32 + 2 * page * pages
-    )
+    return Case("aliasing", KVSpec((sliding, full, state), 16), tuple(groups), 32 + 2 * page * pages)
 
 
 def hf_case(order: str = "physical", token_major: bool = False, sequence: int = 1) -> Case:
@@ -277,8 +233,9 @@ def fixed_cases() -> list[Case]:
     cases += [vllm_case("LBNHC", kind=Kind.SLIDING), recurrent_case(), aliasing_case()]
     cases += [hf_case("physical"), hf_case("logical"), hf_case("logical", token_major=True)]
     cases += [hf_case("physical", sequence=0), scattered_case()]
-    # Sixteen layers of 128 KiB a chunk: two parts in the container.
-    cases.append(vllm_case("LBNHC", layers=16, heads=8, tokens=16, dim=64, pages=5))
+    # Four parts in the container, and enough bytes for the copies that go around the caches.
+    large = {"layers": 16, "heads": 8, "tokens": 16, "dim": 64, "pages": 24, "pages_per_chunk": 8}
+    cases.append(vllm_case("LBNHC", **large))
     return cases
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_slots_never_overlap_and_the_sum_is_exact(steps: list[tuple[int, bool]])
         slot.view()[:] = bytes([len(held) % 256]) * slot.nbytes
         held.append(slot)
         spans = sorted((s.address, s.address + s.nbytes) for s in held)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         assert arena.used == sum(s.nbytes for s in held) <= BUDGET
     for slot in held:
         arena.release(slot)

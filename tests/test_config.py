@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +128,13 @@ def test_later_sources_win_key_by_key(toml: Any) -> None:
     env = {"LMKV_CPU_BUDGET": "2GiB", "LMKV_CPU_TOUCH": "no", "LMKV_CHUNK_TOKENS": "128"}
     config = load(path, env, chunk_tokens=512, cpu={"huge_pages": False})
     rows = {key: (value, origin) for key, value, origin in config.rows()}
-    assert rows["chunk_tokens"] == (512, "argument")
-    assert rows["min_hit_tokens"] == (7, f"file {path}")
-    assert rows["cpu.budget"] == (Size(nbytes=2 * GIB), "env LMKV_CPU_BUDGET")
-    assert rows["cpu.slab"] == (2 << 20, f"file {path}")
-    assert rows["cpu.touch"] == (False, "env LMKV_CPU_TOUCH")
-    assert rows["cpu.huge_pages"] == (False, "argument")
-    assert rows["close_timeout"] == (5.0, "default")
+    assert rows["chunk_tokens"] == ("512", "argument")
+    assert rows["min_hit_tokens"] == ("7", f"file {path}")
+    assert rows["cpu.budget"] == ("2GiB", "env LMKV_CPU_BUDGET")
+    assert rows["cpu.slab"] == ("2MiB", f"file {path}")
+    assert rows["cpu.touch"] == ("false", "env LMKV_CPU_TOUCH")
+    assert rows["cpu.huge_pages"] == ("false", "argument")
+    assert rows["close_timeout"] == ("5.0", "default")
 
 
 def test_file_from_the_environment(toml: Any) -> None:
@@ -143,21 +145,14 @@ def test_file_from_the_environment(toml: Any) -> None:
 
 
 def test_yaml_and_toml_make_the_same_tree(toml: Any) -> None:
-    a = toml(
-        'operation_timeout = "2m"\n[cpu]\nbudget = 0.5\n[[tiers]]\nurl = "disk:///a"\nttl = 9\n'
-    )
-    b = toml(
-        "operation_timeout: 2m\ncpu: {budget: 0.5}\ntiers:\n- {url: 'disk:///a', ttl: 9}\n",
-        "b.yaml",
-    )
+    a = toml('operation_timeout = "2m"\n[cpu]\nbudget = 0.5\n[[tiers]]\nurl = "disk:///a"\nttl = 9\n')
+    b = toml("operation_timeout: 2m\ncpu: {budget: 0.5}\ntiers:\n- {url: 'disk:///a', ttl: 9}\n", "b.yaml")
     assert load(a).model_dump() == load(b).model_dump()
     assert load(a).operation_timeout == 120
 
 
 def test_empty_files_are_the_defaults(toml: Any) -> None:
-    assert (
-        load(toml("")).model_dump() == load(toml("", "b.yml")).model_dump() == load().model_dump()
-    )
+    assert load(toml("")).model_dump() == load(toml("", "b.yml")).model_dump() == load().model_dump()
 
 
 def test_flat_and_nested_arguments_are_the_same() -> None:
@@ -198,10 +193,9 @@ def test_tiers_from_the_environment_replace_those_of_the_file(toml: Any) -> None
     config = load(path, {"LMKV_TIERS": "disk:///a?budget=1GiB  disk:///b?readers=8"})
     assert [tier.url for tier in config.tiers] == ["disk:///a", "disk:///b"]
     assert config.tiers[0].budget == Size(nbytes=GIB)
-    assert (config.tiers[1].readers, config.tiers[1].budget) == (8, None)
+    assert (config.tiers[1].readers, config.tiers[1].budget) == (8, Size(fraction=0.5))
     assert config.origin("tiers.1.readers") == "env LMKV_TIERS"
     assert config.origin("tiers.1.budget") == "default"
-    assert config.tiers[1].effective_budget == Size(fraction=0.5)
     assert load(path, {"LMKV_TIERS": ""}).tiers == ()
 
 
@@ -220,9 +214,7 @@ def test_words_for_true(value: object) -> None:
 
 @pytest.mark.parametrize("value", ["", "maybe", "2", 2, None])
 def test_other_words_are_no_switch(value: object) -> None:
-    assert refusal(cpu_touch=value).startswith(
-        f"cpu.touch: {str(value)!r} should be a valid boolean"
-    )
+    assert refusal(cpu_touch=value).startswith(f"cpu.touch: {str(value)!r} should be a valid boolean")
 
 
 @pytest.mark.parametrize(
@@ -321,9 +313,7 @@ def test_bad_files_are_refused(toml: Any, text: str, message: str) -> None:
     assert str(path) in refusal(path)
 
 
-@pytest.mark.parametrize(
-    "text", ["[1, 2]", "just text", "a: [", "!!python/object/apply:os.getcwd []"]
-)
+@pytest.mark.parametrize("text", ["[1, 2]", "just text", "a: [", "!!python/object/apply:os.getcwd []"])
 def test_bad_yaml_is_refused(toml: Any, text: str) -> None:
     assert refusal(toml(text, "lmkv.yaml")).startswith("config: ")
 
@@ -356,6 +346,25 @@ def test_config_does_not_import_yaml_by_itself(toml: Any, monkeypatch: Any) -> N
 def test_nearest_lists_everything_when_nothing_is_near() -> None:
     assert nearest("zstdd", ["raw", "zstd"]) == "; did you mean zstd?"
     assert nearest("qqqq", ["raw", "zstd"]) == "; known: raw, zstd"
+
+
+KEYS = st.sampled_from(["cpu", "tiers", "budget", "url", "ttl", "touch", "a.b", ""]) | st.text("a.")
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text("d:/?=&19GiB. ")
+TREES = st.recursive(LEAVES, lambda x: st.lists(x) | st.dictionaries(KEYS, x), max_leaves=8)
+
+
+@given(st.dictionaries(st.sampled_from([*Config.model_fields, "x", "a.b", ""]), TREES))
+def test_any_tree_is_a_config_or_refused(tree: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(tree, file)
+        file.flush()
+        try:
+            config = load(Path(file.name))
+        except ConfigError:
+            return
+    assert config.chunk_tokens >= 1
+    given_again = load(**config.model_dump(exclude_unset=True))
+    assert given_again.model_dump() == config.override().model_dump() == config.model_dump()
 
 
 # The machine

@@ -14,15 +14,7 @@ import pytest
 from emulated_cuda import DeviceArray, build, compiler, fake_cupy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from page_cases import (
-    Case,
-    HostMachine,
-    aligned,
-    check_case,
-    drawn_cases,
-    fixed_cases,
-    vllm_case,
-)
+from page_cases import Case, HostMachine, aligned, check_case, drawn_cases, fixed_cases, vllm_case
 
 from lmkv import chunk, cuda
 from lmkv.errors import BadInput, LmkvError
@@ -46,6 +38,16 @@ def test_the_kernel_source_is_found() -> None:
     assert f"kInFlight = {cuda.IN_FLIGHT};" in cuda.kernel_source()
 
 
+def test_a_wheel_has_the_kernel_source_beside_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "lmkv" / "_cuda" / "copy_pages.cu"
+    monkeypatch.setattr(cuda, "__file__", str(tmp_path / "lmkv" / "cuda.py"))
+    with pytest.raises(LmkvError, match="is missing"):
+        cuda.kernel_source()
+    installed.parent.mkdir(parents=True)
+    installed.write_text("kernel")
+    assert cuda.kernel_source() == "kernel"
+
+
 class Emulated(HostMachine):
     """Engine memory and pinned containers as CudaPagedKV sees them, on the emulated device."""
 
@@ -66,9 +68,7 @@ class Emulated(HostMachine):
         self.slots.clear()
 
     def paged(self, case: Case, base: int) -> cuda.CudaPagedKV:
-        return cuda.CudaPagedKV(
-            case.spec, case.views(base), self.pinned, case.order, blocks=self.blocks
-        )
+        return cuda.CudaPagedKV(case.spec, case.views(base), self.pinned, case.order, blocks=self.blocks)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,7 @@ def machine(kernel: Callable[..., int]) -> Iterator[Emulated]:
         yield emulate(patch, kernel)
 
 
-def emulate(
-    patch: pytest.MonkeyPatch, kernel: Callable[..., int], blocks: int = cuda.BLOCKS
-) -> Emulated:
+def emulate(patch: pytest.MonkeyPatch, kernel: Callable[..., int], blocks: int = cuda.BLOCKS) -> Emulated:
     checks: list[int] = []
     cupy = fake_cupy(kernel, checks)
     patch.setitem(sys.modules, "cupy", cupy)
@@ -107,15 +105,9 @@ def test_every_byte_is_what_numpy_says(case: Case, machine: Emulated) -> None:
 
 
 @needs_compiler
-@settings(
-    max_examples=80,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=drawn_cases(), seed=st.integers(0, 2**32 - 1), blocks=st.sampled_from([1, 3, 32, 1000]))
-def test_random_memory_and_grids(
-    case: Case, seed: int, blocks: int, kernel: Callable[..., int]
-) -> None:
+def test_random_memory_and_grids(case: Case, seed: int, blocks: int, kernel: Callable[..., int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         machine = emulate(patch, kernel, blocks)
         check_case(machine, case, seed)
@@ -162,9 +154,7 @@ class TestCopies:
         assert placed.slots.any()
         assert machine.checks == [copied(placed.case, 4)]
 
-    def test_each_direction_has_a_stream_that_does_not_wait_for_the_default_one(
-        self, machine: Emulated
-    ) -> None:
+    def test_each_direction_has_a_stream_that_does_not_wait_for_the_default_one(self, machine: Emulated) -> None:
         placed = Placed(machine, vllm_case("LBNHC"))
         save = placed.paged.gather(*placed.arguments)
         load = placed.paged.scatter(*placed.arguments)
@@ -174,9 +164,7 @@ class TestCopies:
         assert [s.non_blocking for s in streams] == [False, True, True]
 
     @pytest.mark.parametrize("kind", ["cupy", "torch", "handle"])
-    def test_a_gather_waits_for_the_step_that_writes_its_pages(
-        self, machine: Emulated, kind: str
-    ) -> None:
+    def test_a_gather_waits_for_the_step_that_writes_its_pages(self, machine: Emulated, kind: str) -> None:
         placed = Placed(machine, vllm_case("LBNHC"))
         engine = machine.cupy.cuda.Stream()
         engine.queue.append(lambda: placed.memory.fill(0xAB))
@@ -190,9 +178,7 @@ class TestCopies:
         assert (payload == 0xAB).all()
 
     @pytest.mark.parametrize("kind", ["cupy", "torch", "handle"])
-    def test_an_engine_stream_held_by_a_copy_runs_after_it(
-        self, machine: Emulated, kind: str
-    ) -> None:
+    def test_an_engine_stream_held_by_a_copy_runs_after_it(self, machine: Emulated, kind: str) -> None:
         placed = Placed(machine, vllm_case("LBNHC"))
         engine = machine.cupy.cuda.Stream()
         stream = {"cupy": engine, "torch": TorchStream(engine.ptr), "handle": engine.ptr}[kind]
@@ -270,14 +256,10 @@ class TorchStream:
 @needs_compiler
 class TestPinnedMemory:
     @given(
-        slabs=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-        start=st.integers(-2, 30),
-        length=st.integers(1, 6),
+        slabs=st.lists(st.integers(1, 5), min_size=1, max_size=4), start=st.integers(-2, 30), length=st.integers(1, 6)
     )
     @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    def test_covers_what_lies_in_one_slab(
-        self, slabs: list[int], start: int, length: int, machine: Emulated
-    ) -> None:
+    def test_covers_what_lies_in_one_slab(self, slabs: list[int], start: int, length: int, machine: Emulated) -> None:
         pinned, units, at = cuda.PinnedMemory(), {}, 1
         for number, size in enumerate(slabs):
             pinned.add(at * 4096, size * 4096)
@@ -285,9 +267,7 @@ class TestPinnedMemory:
             at += size + number % 2  # some touch, some do not
         owners = {units.get(unit) for unit in range(start, start + length)}
         inside = len(owners) == 1 and None not in owners
-        assert pinned.covers(np.array([4096, start * 4096]), length * 4096) == (
-            inside and length <= slabs[0]
-        )
+        assert pinned.covers(np.array([4096, start * 4096]), length * 4096) == (inside and length <= slabs[0])
         pinned.close()
         assert not pinned.covers(np.array([4096]), 1)
 
@@ -334,8 +314,6 @@ class TestKernelArguments:
 
     def test_pages_carry_container_and_position(self) -> None:
         array = np.array
-        pages = cuda.kernel_pages(
-            array([4096, 8192]), array([7, 3, 9]), array([0, 1, 3]), array([2, 0])
-        )
+        pages = cuda.kernel_pages(array([4096, 8192]), array([7, 3, 9]), array([0, 1, 3]), array([2, 0]))
         assert pages.tolist() == [[4096, 2, 7], [8192, 0, 3], [8192, 1, 9]]
         assert DeviceArray(pages).array.dtype == np.int64

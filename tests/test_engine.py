@@ -304,8 +304,12 @@ def test_a_group_that_lost_its_boundary_falls_back_to_an_earlier_one() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "chunks", "reason"),
-    [([], 0, "shorter than a chunk"), (TOKENS[: CHUNK - 1], 0, "shorter than a chunk"), (TOKENS[: 2 * CHUNK], 2, "end of prompt")],
-)  # fmt: skip
+    [
+        ([], 0, "shorter than a chunk"),
+        (TOKENS[: CHUNK - 1], 0, "shorter than a chunk"),
+        (TOKENS[: 2 * CHUNK], 2, "end of prompt"),
+    ],
+)
 def test_short_and_exact_prompts(memory: Memory, tokens: object, chunks: int, reason: str) -> None:
     with open_engine(memory) as engine:
         handle = engine.store(tokens, memory.pages, memory.ids(chunks * CHUNK))

@@ -1,4 +1,6 @@
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ LATE = Result(Status.TIMEOUT, detail="scripted")
 
 
 @pytest.fixture
-def faulty(tmp_path):
+def faulty(tmp_path: Path) -> Iterator[FaultyBackend]:
     backend = FaultyBackend(DiskBackend(f"disk://{tmp_path}"))
     yield backend
     backend.close()
@@ -22,11 +24,11 @@ class TestWithoutFaults(BackendTests):
     """Nothing scripted, nothing changed."""
 
     @pytest.fixture
-    def backend(self, faulty):
+    def backend(self, faulty: FaultyBackend) -> FaultyBackend:
         return faulty
 
 
-def test_scripted_calls_then_the_rest(faulty):
+def test_scripted_calls_then_the_rest(faulty: FaultyBackend) -> None:
     data = put(faulty, 1)
     faulty.script("read", None, Fault(result=LATE))
     faulty.always("read", Fault(result=Result(Status.MISSING)))
@@ -38,7 +40,7 @@ def test_scripted_calls_then_the_rest(faulty):
     assert faulty.calls == {"write": 1, "read": 4}
 
 
-def test_only_some_keys_fail(faulty):
+def test_only_some_keys_fail(faulty: FaultyBackend) -> None:
     faulty.script("write", Fault(result=LATE, only=lambda key: key == key_of(1)))
     writes = [Write(key_of(n), container(n, 4096)) for n in range(3)]
     ok = Result(Status.OK, 4096)
@@ -52,28 +54,29 @@ def test_only_some_keys_fail(faulty):
     assert faulty.delete(keys) == [True, False, True]
 
 
-def test_flipped_and_cut_reads(faulty):
+def test_flipped_and_cut_reads(faulty: FaultyBackend) -> None:
     data = put(faulty, 1, 8192)
     faulty.script("read", Fault(flip=4100), Fault(truncate=4096))
     flipped = fetch(faulty, key_of(1))
+    assert isinstance(flipped, memoryview)
     assert [i for i in range(8192) if flipped[i] != data[i]] == [4100]
     assert fetch(faulty, key_of(1)) == data[:4096]
     assert fetch(faulty, key_of(1)) == data
 
 
-def test_flipped_and_cut_writes_claim_success(faulty):
+def test_flipped_and_cut_writes_claim_success(faulty: FaultyBackend) -> None:
     data = container(1, 8192)
     before = bytes(data)
     faulty.script("write", Fault(flip=0), Fault(truncate=4096))
     ok = [Result(Status.OK, 8192)]
     assert faulty.write([Write(key_of(1), data)]) == ok
-    assert fetch(faulty, key_of(1)) == bytes([data[0] ^ 0xFF]) + before[1:]
+    assert fetch(faulty, key_of(1)) == memoryview(bytes([data[0] ^ 0xFF]) + before[1:])
     assert faulty.write([Write(key_of(2), data)]) == ok
-    assert fetch(faulty, key_of(2)) == before[:4096]
+    assert fetch(faulty, key_of(2)) == memoryview(before)[:4096]
     assert data == before
 
 
-def test_a_gate_holds_one_call_while_others_pass(faulty):
+def test_a_gate_holds_one_call_while_others_pass(faulty: FaultyBackend) -> None:
     data, gate = put(faulty, 1), Gate()
     faulty.script("read", Fault(gate=gate))
     with ThreadPoolExecutor(1) as pool:
@@ -85,7 +88,7 @@ def test_a_gate_holds_one_call_while_others_pass(faulty):
         assert held.result(30) == data
 
 
-def test_exceptions_scan_and_health(faulty):
+def test_exceptions_scan_and_health(faulty: FaultyBackend) -> None:
     put(faulty, 1)
     faulty.script("read", Fault(raises=OSError("gone")))
     with pytest.raises(OSError, match="gone"):

@@ -41,9 +41,7 @@ def placed(case: Case, threads: int = 1) -> tuple[PagedKV, np.ndarray]:
     return machine.paged(case, base), memory
 
 
-def slots_for(
-    case: Case, count: int, group: int = 0, fill: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def slots_for(case: Case, count: int, group: int = 0, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Containers and their addresses."""
     nbytes = chunk.container_bytes(case.spec, group)
     slots = aligned(count * nbytes, 4096).reshape(count, nbytes)
@@ -76,10 +74,7 @@ def test_a_wrong_number_would_be_noticed(field: str) -> None:
                 "offset": lambda box: box.offset + 2,
                 "strides": lambda box: (box.strides[0], box.strides[1] + 16, box.strides[2]),
             }[field]
-            layers = tuple(
-                tuple(replace(box, **{field: wrong(box)}) for box in layer)
-                for layer in case.groups[0]
-            )
+            layers = tuple(tuple(replace(box, **{field: wrong(box)}) for box in layer) for layer in case.groups[0])
             return super().paged(replace(case, groups=(layers,)), base)
 
     check_case(HostMachine(), case, 3)
@@ -140,10 +135,7 @@ class TestPlaneOf:
         keys = torch.zeros(2, 3, 53, 64)
         for sequence in range(2):
             case = hf_case(sequence=sequence)
-            assert (
-                Plane.of(keys[sequence], None, 8, token_axis=1)
-                == case.views(keys.data_ptr())[0].layers[0][0]
-            )
+            assert Plane.of(keys[sequence], None, 8, token_axis=1) == case.views(keys.data_ptr())[0].layers[0][0]
             batch_of_one = keys[sequence : sequence + 1]
             cut = Plane.of(batch_of_one, 0, 8, token_axis=-2)
             assert cut == Plane.of(keys[sequence], None, 8, token_axis=1)
@@ -179,14 +171,12 @@ class TestPlaneOf:
             (lambda: Plane.of(np.zeros((1, 8), np.uint8), 0, 9, token_axis=1), "positive sizes"),
             (lambda: Plane.of(np.zeros((0, 8), np.uint8)), "positive sizes"),
             (lambda: Plane.of(np.zeros((4, 0), np.uint8)), "positive sizes"),
-            (
-                lambda: Plane.of(np.broadcast_to(np.zeros(8, np.uint8), (4, 8)).copy()[::-1]),
-                "overlap",
-            ),
+            (lambda: Plane.of(np.broadcast_to(np.zeros(8, np.uint8), (4, 8)).copy()[::-1]), "overlap"),
             (lambda: Plane.of(np.broadcast_to(np.zeros(8, np.uint8), (4, 8))), "read-only"),
             (lambda: Plane(64, 4, 8, (4,), (4,), 4), "overlap"),
             (lambda: Plane(64, 4, 0, (4,), (4,), 4), "overlap"),
             (lambda: Plane(0, 1, 0, (4,), (4,), 4), "an address"),
+            (lambda: Plane(64, 1, 0, (4, 2), (4,), 4), "a stride for each axis"),
             (lambda: Plane.of([[1, 2]]), "list is not"),
         ],
     )
@@ -297,9 +287,7 @@ class TestBadInput:
         ],
     )
     @pytest.mark.parametrize("gather", [True, False])
-    def test_a_bad_copy_changes_nothing(
-        self, change: dict[str, Any], message: str, gather: bool
-    ) -> None:
+    def test_a_bad_copy_changes_nothing(self, change: dict[str, Any], message: str, gather: bool) -> None:
         case = vllm_case("LBNHC")
         paged, memory = placed(case)
         slots, addresses = slots_for(case, 2, fill=0xEE)
@@ -362,19 +350,13 @@ class TestBadInput:
 
 def test_layout_says_axes_in_payload_order() -> None:
     assert placed(vllm_case("LBNHC"))[0].layout == "g0[3*1.4x0.2x2.16/2]"
-    assert placed(vllm_case("BHLNC", split="halves"))[0].layout == (
-        "g0[3*0.2x1.4x2.8/2+0.2x1.4x2.8/2]"
-    )
-    assert placed(aliasing_case())[0].layout == (
-        "g0[2*0.2x1.4x2.16/2] g1[2*1.4x0.2x2.16/2] g2[2*0.200/1]"
-    )
+    assert placed(vllm_case("BHLNC", split="halves"))[0].layout == ("g0[3*0.2x1.4x2.8/2+0.2x1.4x2.8/2]")
+    assert placed(aliasing_case())[0].layout == ("g0[2*0.2x1.4x2.16/2] g1[2*1.4x0.2x2.16/2] g2[2*0.200/1]")
 
 
 def test_axes_of_size_one_do_not_change_the_layout() -> None:
     one_head = vllm_case("LBNHC", kind=Kind.MLA, heads=1)
-    assert (
-        placed(one_head)[0].layout == placed(vllm_case("BHLNC", kind=Kind.MLA, heads=1))[0].layout
-    )
+    assert placed(one_head)[0].layout == placed(vllm_case("BHLNC", kind=Kind.MLA, heads=1))[0].layout
 
 
 def test_contiguous_pages_are_one_run() -> None:

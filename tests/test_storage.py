@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory import CHUNK, Memory, spec
+from memory import Memory, spec
 from test_engine import TOKENS, disk, open_engine
 
 from lmkv import Engine
 from lmkv.backends.base import Result, Status
 from lmkv.leases import Reservation
-from lmkv.writer import Tally
 from lmkv.testing import Fault, FaultyBackend, Gate
+from lmkv.writer import Tally
 
 CONTAINER = 4096 + 4096
 
@@ -129,12 +129,12 @@ def test_a_late_commit_is_refused_and_its_slot_returns(engine: Engine) -> None:
     storage = engine.storage
     key = engine.keys(TOKENS).key(0, engine.scope.digest)
     used = storage.arena.used
-    first = storage.reserve("a", key, CONTAINER, deadline=0.0)
-    second = storage.reserve("b", key, CONTAINER, deadline=1e12)
+    first = storage.reserve(key, CONTAINER, deadline=0.0)
+    second = storage.reserve(key, CONTAINER, deadline=1e12)
     assert isinstance(first, Reservation)
     assert isinstance(second, Reservation)
     assert first.slot is not second.slot
-    assert storage.reserve("c", key, CONTAINER, deadline=1e12) == "in flight"
+    assert storage.reserve(key, CONTAINER, deadline=1e12) == "in flight"
     assert storage.commit([first], 0, Tally()) == [False]
     storage.abort(first)
     storage.abort(second)
@@ -224,4 +224,3 @@ def test_threads_that_store_retrieve_and_clear_never_see_wrong_bytes(memory: Mem
         assert usage["cpu"]["reservations"] == usage["cpu"]["leases"] == 0
         engine.clear(everything=True)
         assert engine.storage.arena.used == 0
-    assert CHUNK == spec().chunk_tokens

@@ -1,7 +1,7 @@
 """Tiny checkpoints of real architectures, with weights large enough that attention matters.
 
-Weights have a standard deviation of 0.15, not the usual 0.02: with 0.02 a tiny model's next token hardly depends on
-anything but the last one, and a corrupted cache would go unnoticed.
+Weights have a standard deviation of 0.15, not the usual 0.02: with that a tiny model's next token
+hardly depends on anything but the last one, and a corrupted cache would go unnoticed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+
+from lmkv_hf.geometry import CACHE
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -28,7 +30,7 @@ COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 
-# name -> (config class, what differs from COMMON). Windows are far shorter than the prompts of the tests.
+# name -> (config class, what differs from COMMON). Windows are far shorter than the tests' prompts.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {"num_key_value_heads": 1}),
@@ -62,13 +64,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+        },
     ),
 }
 
 
 def tiny(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A model of the named architecture, the same one on every call, in evaluation mode."""
+    torch.set_num_threads(1)  # its products are so small that waking a second thread costs more
     config_class, differences = MODELS[name]
     config = getattr(transformers, config_class)(**{**COMMON, **differences, **changes})
     torch.manual_seed(7)
@@ -82,3 +90,18 @@ def tokens(count: int, *, seed: int = 0, batch: int = 1) -> torch.Tensor:
     """Random token ids ``[batch, count]``, none of them the padding or the beginning token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, COMMON["vocab_size"], (batch, count), generator=generator)
+
+
+@torch.no_grad()
+def cropped_cache(
+    model: PreTrainedModel, ids: torch.Tensor, length: int, mask: torch.Tensor | None = None
+) -> DynamicCache:
+    """The oracle: transformers' own cache of ``ids``, run in one piece, cropped to ``length``."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.activate_past_recording()  # window layers must keep what cropping brings back
+    model(ids, attention_mask=mask, use_cache=True, **{CACHE: cache})
+    cache.crop(length - ids.shape[1])
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+    return cache

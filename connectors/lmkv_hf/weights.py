@@ -11,8 +11,8 @@ from lmkv.fingerprint import PIECES, SAMPLE_BYTES
 
 
 def sampled_tensors(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
-    """What `lmkv.fingerprint` takes, for every tensor of the state dict: at most 64 KiB of each is read, spread over it
-    and cut out where it lies, so a model on a GPU gives the same fingerprint as on the host."""
+    """The state dict as `lmkv.fingerprint` takes it. At most 64 KiB of a tensor are read, cut out
+    where it lies: a model on a GPU has the same fingerprint as on the host."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             yield name, tuple(tensor.shape), str(tensor.dtype), _sample(tensor).cpu().numpy()

@@ -1,9 +1,9 @@
-// Moves KV pages between an engine's device memory and containers in pinned host memory, either way.
-// lmkv/cuda.py compiles it at run time with NVRTC and lays out the arguments; the tests also compile
-// it as plain C++ and run it thread by thread. Hence no headers and nothing shared between threads.
+// Moves KV pages between an engine's device memory and containers in pinned host memory, either
+// way. lmkv/cuda.py compiles it at run time with NVRTC and lays out the arguments; the tests also
+// compile it as plain C++ and run it thread by thread: hence no headers and no synchronisation.
 //
-// The kernel addresses the containers directly: one pass over PCIe, with no staging buffer to take
-// from the engine's memory and no copy per page run for the copy engines to be fed with.
+// The kernel addresses the containers directly: one pass over PCIe, with no staging buffer taken
+// from the engine's memory and no copy command for each run of a page.
 
 using int64 = long long;
 
@@ -27,7 +27,8 @@ constexpr unsigned kInFlight = 4;
 // One tile: kInFlight * blockDim.x vectors of a page of a plane, in payload order. Neighbouring
 // threads take neighbouring vectors; those past the page's end do nothing.
 template <typename Vector>
-__device__ void copy_tile(const Plane& plane, char* engine, char* payload, int64 tile, bool gather) {
+__device__ void copy_tile(const Plane& plane, char* engine, char* payload, int64 tile,
+                          bool gather) {
     const unsigned per_run = static_cast<unsigned>(plane.run_bytes / sizeof(Vector));
     const unsigned inner = static_cast<unsigned>(plane.n1);
     const unsigned total = per_run * inner * static_cast<unsigned>(plane.n0);
@@ -56,8 +57,8 @@ __device__ void copy_tile(const Plane& plane, char* engine, char* payload, int64
     }
 }
 
-// Any grid and block size: blocks stride over planes x pages x tiles, the pages of one plane next to
-// each other because they are neighbours in the containers. tiles: those of the largest plane.
+// Any grid and block size: blocks stride over planes x pages x tiles, with the pages of one plane
+// in sequence, for they are neighbours in the containers. tiles: those of the largest plane.
 extern "C" __global__ void copy_pages(const Plane* planes, int64 plane_count, const Page* pages,
                                       int64 page_count, int64 tiles, int64 gather) {
     const int64 work = plane_count * page_count * tiles;
@@ -68,10 +69,12 @@ extern "C" __global__ void copy_pages(const Plane* planes, int64 plane_count, co
         char* engine = reinterpret_cast<char*>(plane.engine_base + page.id * plane.page_stride);
         char* payload = reinterpret_cast<char*>(page.slot + plane.payload_offset +
                                                 page.position * plane.payload_page_stride);
-        switch (plane.vector_bytes) {
-            case 16: copy_tile<uint4>(plane, engine, payload, tile, gather); break;
-            case 4: copy_tile<unsigned>(plane, engine, payload, tile, gather); break;
-            default: copy_tile<unsigned char>(plane, engine, payload, tile, gather);
+        if (plane.vector_bytes == 16) {
+            copy_tile<uint4>(plane, engine, payload, tile, gather);
+        } else if (plane.vector_bytes == 4) {
+            copy_tile<unsigned>(plane, engine, payload, tile, gather);
+        } else {
+            copy_tile<unsigned char>(plane, engine, payload, tile, gather);
         }
     }
 }

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
+from typing import BinaryIO
 from urllib.parse import quote, unquote
 
 from lmkv import _native as native
@@ -46,12 +47,12 @@ _WRITE |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ON
 
 
 class _Leaf:
-    """The lowest folder. ``lock`` orders what changes its files; ``made``: known to exist."""
+    """The lowest folder: ``lock`` orders what changes its files, ``objects`` of ``used`` bytes."""
 
-    __slots__ = ("lock", "made", "objects", "root", "used")
+    __slots__ = ("lock", "objects", "root", "used")
 
     def __init__(self, root: str) -> None:
-        self.root, self.lock, self.made = root, threading.Lock(), False
+        self.root, self.lock = root, threading.Lock()
         self.used = self.objects = 0
 
 
@@ -85,13 +86,13 @@ class DiskBackend(base.Backend):
         self._leaves: dict[str, _Leaf] = {}
         self._used = self._objects = 0
         self._counts: Counter[str] = Counter()
-        self._lock_files: list[int] = []
+        self._lock_files: list[BinaryIO] = []
         try:
             for root in self._roots:
                 os.makedirs(root, 0o700, exist_ok=True)
                 os.listdir(root)
             self._take_lock()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError("tiers.url", f"disk: cannot use {self.url}: {error}") from error
         _opened.add(self)
         for root in self._roots:
@@ -128,8 +129,10 @@ class DiskBackend(base.Backend):
                         yield found
         except OSError as error:
             raise BackendError(f"disk: cannot list {self.url}: {error}") from error
-        for path, leaf in list(self._leaves.items()):  # made or removed behind the walk's back
-            if path not in seen and (found := self._list(leaf.root, path)):
+        with self._mutex:  # made or removed behind the walk's back
+            rest = [(leaf.root, path) for path, leaf in self._leaves.items() if path not in seen]
+        for root, path in rest:
+            if found := self._list(root, path):
                 yield found
 
     def usage(self) -> Usage:
@@ -149,7 +152,8 @@ class DiskBackend(base.Backend):
         ok = not notes
         notes += [f"buffered: {self._why_buffered}"] * bool(self._why_buffered)
         notes += ["another process holds the lock"] * self.shared
-        notes += [f"{count} {what}" for what, count in sorted(self._counts.items())]
+        with self._mutex:
+            notes += [f"{count} {what}" for what, count in sorted(self._counts.items())]
         return Health(ok, "; ".join(notes) or "ok")
 
     def close(self) -> None:
@@ -158,7 +162,7 @@ class DiskBackend(base.Backend):
             files, self._lock_files = self._lock_files, []
         for file in files:
             fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a fork has it open too
-            os.close(file)
+            file.close()
 
     def _place(self, key: ChunkKey) -> tuple[str, str, str]:
         """The key's path, leaf folder and file. Only hex and numbers: nothing can lead outside."""
@@ -175,7 +179,7 @@ class DiskBackend(base.Backend):
     def _read(self, key: ChunkKey, into: memoryview) -> Result:
         if self._closed:
             return Result(Status.ERROR, detail="closed")
-        if into.readonly or not into.contiguous:
+        if into.readonly or not into.c_contiguous:
             return Result(Status.ERROR, detail="buffer is read-only or scattered")
         file, address, size = self._place(key)[2], base.address_of(into), into.nbytes
         code = self._transfer(address, lambda d: native.read_file(file, address, size, d))
@@ -187,30 +191,25 @@ class DiskBackend(base.Backend):
         if self._closed:
             return Result(Status.ERROR, detail="closed")
         size = data.nbytes
-        if not size or size % ALIGNMENT or not data.contiguous:
+        if not size or size % ALIGNMENT or not data.c_contiguous:
             return Result(Status.ERROR, detail="not the size of a container, or scattered")
         root, path, file = self._place(key)
         address = base.address_of(data)
+
+        def publish() -> int:
+            name, fsync, write = self._temporary(root), self._fsync, native.write_file
+            return self._transfer(address, lambda d: write(name, file, address, size, d, fsync))
+
         with self._leaf(root, path) as leaf:
             old = _size(file)
-            code = self._publish(leaf, path, file, address, size)
-            if code == -errno.ENOENT:  # somebody else removed a folder
-                leaf.made = False
-                code = self._publish(leaf, path, file, address, size)
+            code = publish() if leaf.objects else -errno.ENOENT  # it would cost a write to find out
+            for _ in range(2):  # again when somebody removes a folder meanwhile
+                if code == -errno.ENOENT:
+                    code = self._make(path) or self._make(f"{root}/{_TMP}") or publish()
             new = _size(file)  # not taken from code: with fsync a failure may come after the rename
             more = (new is not None) - (old is not None)
             self._account(leaf, leaf.used + (new or 0) - (old or 0), leaf.objects + more)
         return Result(Status.OK, size) if code == 0 else _failure(code, _WRITE)
-
-    def _publish(self, leaf: _Leaf, path: str, file: str, address: int, size: int) -> int:
-        """0 or -errno. A folder not known to exist is made first: finding out costs the write."""
-        if not leaf.made:
-            if code := self._make(path) or self._make(f"{leaf.root}/{_TMP}"):
-                return code
-            leaf.made = True
-        name, fsync = self._temporary(leaf.root), self._fsync
-        write = native.write_file
-        return self._transfer(address, lambda d: write(name, file, address, size, d, fsync))
 
     def _delete(self, key: ChunkKey) -> bool:
         root, path, file = self._place(key)
@@ -280,6 +279,8 @@ class DiskBackend(base.Backend):
 
     def _list(self, root: str, path: str) -> list[Found]:
         """What is in a leaf folder, which sets its account."""
+        if self._closed:  # meanwhile
+            return []
         found, (scope, *digits) = [], path[len(root) + 1 :].split("/")
         place = "".join(digits)
         with self._leaf(root, path) as leaf:
@@ -304,9 +305,7 @@ class DiskBackend(base.Backend):
                         os.unlink(f"{path}/{name}")
                     self._count("damaged or misplaced files removed")
             self._account(leaf, sum(each.nbytes for each in found), len(found))
-            if not found:
-                leaf.made = False
-                self._prune(path)
+            self._prune(path)
         return found
 
     @contextmanager
@@ -318,7 +317,7 @@ class DiskBackend(base.Backend):
             with leaf.lock:
                 if self._leaves.get(path) is leaf:
                     yield leaf
-                    if not leaf.made and not leaf.objects:
+                    if not leaf.objects:
                         del self._leaves[path]
                     return
 
@@ -354,14 +353,14 @@ class DiskBackend(base.Backend):
         """All paths' locks or none, in one order for everybody. OSError when there is no flock."""
         if self._lock_files or self._closed:
             return
-        files: list[int] = []
+        files: list[BinaryIO] = []
         try:
             for root in sorted(self._roots):
-                files.append(os.open(f"{root}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+                files.append(open(f"{root}/lock", "ab"))  # noqa: SIM115
                 fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             for file in files:
-                os.close(file)
+                file.close()
             if error.errno in (errno.EWOULDBLOCK, errno.EROFS, errno.EACCES, errno.EPERM):
                 return  # somebody else's, or nothing that we could evict
             raise
@@ -372,7 +371,7 @@ class DiskBackend(base.Backend):
     def _forked(self) -> None:
         """In a child: the lock stays the parent's, and no lock is held by a thread not here."""
         for file in self._lock_files:
-            os.close(file)
+            file.close()
         self._lock_files, self.shared, self._mutex = [], True, threading.Lock()
         for leaf in self._leaves.values():
             leaf.lock = threading.Lock()

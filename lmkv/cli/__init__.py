@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
+from lmkv import __version__
 from lmkv.cli import bench, cache, config, doctor
 from lmkv.errors import LmkvError
 
@@ -29,10 +29,7 @@ app.command()(bench.bench)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            print(version("lmkv"))
-        except PackageNotFoundError:
-            print("unknown (not installed)")
+        print(__version__)
         raise typer.Exit
 
 

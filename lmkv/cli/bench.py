@@ -6,18 +6,10 @@ with the same file size, block size and depth. So a ratio compares neighbours in
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import json as jsonlib
 import os
-import shutil
-import statistics
-import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -27,7 +19,9 @@ import typer
 from lmkv import _native
 from lmkv.chunk import container_bytes
 from lmkv.cli.config import Json
-from lmkv.cli.output import human, print_json, progress, table
+from lmkv.cli.doctor import scratch
+from lmkv.cli.measure import Memcpy, Runs, disk
+from lmkv.cli.output import human, print_json, progress
 from lmkv.config import Config, nearest
 from lmkv.engine import Engine
 from lmkv.errors import BadInput, ConfigError
@@ -36,69 +30,12 @@ from lmkv.pages import GroupView, Order, PagedKV, Plane
 from lmkv.spec import ITEM_BYTES, SHAPES, KVSpec, LayerGroup
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BLNHC", "LHBNC", "BHLNC", "HF")
-EXTENT = 4 << 20
-DEPTH = 4
-_memcpy = ctypes.CDLL(None).memcpy
-_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-class Runs:
-    """Figures by step, one a run: GB/s or microseconds."""
-
-    def __init__(self) -> None:
-        self._steps: dict[str, tuple[str, str, list[float]]] = {}
-
-    def note(self, name: str, value: float, unit: str = "GB/s", of: str = "") -> None:
-        """One more figure of a step; ``of`` is the step that it is compared with."""
-        self._steps.setdefault(name, (unit, of, []))[2].append(value)
-
-    def rate(self, name: str, nbytes: int, call: Callable[[], object], of: str = "") -> None:
-        """Time a call that moves ``nbytes``."""
-        self.note(name, nbytes / seconds(call) / 1e9, of=of)
-
-    def time(self, name: str, call: Callable[[], object], of: str = "") -> None:
-        """Time a call in microseconds."""
-        self.note(name, seconds(call) * 1e6, "us", of)
-
-    def figures(self) -> list[dict[str, Any]]:
-        """Each step's figures; ``ratio``: the median of the ratios to the other step, run by run."""
-        found = []
-        for name, (unit, of, values) in self._steps.items():
-            each: dict[str, Any] = {"step": name, "unit": unit, "min": min(values)}
-            each |= {"median": statistics.median(values), "max": max(values), "ratio": None}
-            if of:
-                pairs = zip(values, self._steps[of][2], strict=True)
-                each |= {
-                    "ratio": statistics.median(mine / other for mine, other in pairs),
-                    "of": of,
-                }
-            found.append(each)
-        return found
-
-    def show(self) -> None:
-        """Print them as a table."""
-        names = ("step", "unit", "min", "median", "max", "ratio", "of")
-        rows = [[each.get(name) for name in names] for each in self.figures()]
-        shown = [
-            ["" if x is None else f"{x:.2f}" if isinstance(x, float) else x for x in row]
-            for row in rows
-        ]
-        table(names, shown)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 class Memory:
     """An engine's pages of ``tokens`` tokens in one layout, in random order, all bytes set."""
 
-    def __init__(
-        self, spec: KVSpec, layout: str, tokens: int, threads: int, order: Order = "physical"
-    ) -> None:
+    def __init__(self, spec: KVSpec, layout: str, tokens: int, threads: int, order: Order = "physical") -> None:
         if layout not in LAYOUTS:
             raise ConfigError("--layout", f"unknown layout {layout!r}{nearest(layout, LAYOUTS)}")
         self.arrays: list[np.ndarray[Any, Any]] = []
@@ -132,7 +69,7 @@ class Memory:
 
     def checksums(self) -> list[int]:
         """Of every buffer, to see that the same bytes came back."""
-        return [_native.xxh3_64(memoryview(array).cast("B")) for array in self.arrays]
+        return [_native.xxh3_64(array.reshape(-1).data.cast("B")) for array in self.arrays]
 
     def clear(self) -> None:
         """Zero the pages."""
@@ -140,68 +77,14 @@ class Memory:
             array.fill(0)
 
 
-class Memcpy:
-    """libc's memcpy over a working set of ``nbytes``, in pieces, on ``threads`` threads."""
-
-    def __init__(self, nbytes: int, piece: int, threads: int) -> None:
-        self.source, self.target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-        self._pieces = [(at, min(piece, nbytes - at)) for at in range(0, nbytes, piece)]
-        self._pool = ThreadPoolExecutor(threads)
-
-    def __call__(self) -> None:
-        list(self._pool.map(self._copy, self._pieces))
-
-    def _copy(self, piece: tuple[int, int]) -> None:
-        at, nbytes = piece
-        _memcpy(self.target.ctypes.data + at, self.source.ctypes.data + at, nbytes)
-
-
-def fio(folder: str, operation: str, count: int, nbytes: int) -> float | None:
-    """GB/s of fio: ``count`` fresh files of ``nbytes``, O_DIRECT, blocks of 4 MiB, four in flight.
-
-    Huge-page buffers (glibc's malloc is told so; they double the figure), registered with io_uring;
-    buffers are written as they are. None when fio is not installed; BadInput with its complaint.
-    """
-    if not shutil.which("fio"):
-        return None
-    with tempfile.TemporaryDirectory(dir=folder, prefix="lmkv-fio-") as place:
-        command = [
-            "fio", "--name=f", f"--directory={place}", f"--rw={operation}", "--direct=1",
-            f"--bs={min(EXTENT, nbytes)}", f"--filesize={nbytes}", f"--nrfiles={count}",
-            f"--size={count * nbytes}", "--ioengine=io_uring", "--fixedbufs=1",
-            f"--iodepth={DEPTH}", "--scramble_buffers=0", "--fallocate=none",
-            "--output-format=json",
-        ]  # fmt: skip
-        env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)  # noqa: S603
-        _, brace, report = done.stdout.partition("{")
-        if done.returncode or not brace:
-            raise BadInput(f"fio: {' '.join((done.stderr or done.stdout).split())[:300]}")
-        return float(jsonlib.loads(brace + report)["jobs"][0][operation]["bw_bytes"]) / 1e9
-
-
-def disk(folder: str, operation: str, count: int, nbytes: int) -> tuple[str, float]:
-    """The disk's own figure: by fio where it is installed, else one file after another by us."""
-    if rate := fio(folder, operation, count, nbytes):
-        return f"fio {operation}", rate
-    slab, spent = _native.Slab(nbytes), dict.fromkeys(("write", "read"), 0.0)
-    slab.touch(0, nbytes)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="lmkv-bench-") as place:
-        for file in (f"{place}/{number}" for number in range(count)):
-            write = partial(
-                _native.write_file, f"{file}.tmp", file, slab.address, nbytes, True, False
-            )
-            spent["write"] += seconds(write)
-            spent["read"] += seconds(partial(_native.read_file, file, slab.address, nbytes, True))
-    return f"O_DIRECT {operation}", count * nbytes / spent[operation] / 1e9
-
-
 class Bench:
     """One model shape, one layout, one tier; ``run`` measures every step once."""
 
-    def __init__(self, spec: KVSpec, layout: str, tier: str, tokens: int, threads: int) -> None:
+    def __init__(
+        self, spec: KVSpec, layout: str, tier: str, tokens: int, threads: int, order: Order = "physical"
+    ) -> None:
         self.spec, self.tier, self.runs = spec, "" if tier == "cpu" else tier, Runs()
-        self.memory = Memory(spec, layout, tokens, threads)
+        self.memory = Memory(spec, layout, tokens, threads, order)
         self.tokens = np.random.default_rng(1).integers(0, 100_000, tokens).astype(np.int32)
         chunks, groups = tokens // spec.chunk_tokens, range(len(spec.groups))
         needed = [len(spec.needed_chunks(g, chunks)) for g in groups]
@@ -222,8 +105,7 @@ class Bench:
         """Every step, each beside its reference."""
         runs, tokens, engine = self.runs, self.tokens, self.engine
         engine.clear(scope=True)
-        if not self.tier:
-            runs.rate("memcpy", self.stored, self.memcpy)
+        runs.rate("memcpy", self.stored, self.memcpy)
         runs.rate("store", self.stored, self._store, self._disk("write") or "memcpy")
         if self.tier:
             engine.clear(tokens, tier="cpu")
@@ -245,10 +127,7 @@ class Bench:
 
     def _store(self) -> None:
         handle = self.engine.store(self.tokens, self.memory.pages, self.memory.ids).result()
-        lost = handle.dropped or [
-            each for each in handle.tiers.values() if set(each) != {"written"}
-        ]
-        if lost:
+        if handle.dropped or any(set(each) != {"written"} for each in handle.tiers.values()):
             raise BadInput(f"{handle}: {handle.tiers}")
 
     def _retrieve(self) -> None:
@@ -262,7 +141,7 @@ class Bench:
             return ""
         folder = unquote(self.tier[len("disk://") :].partition("?")[0].partition(",")[0])
         name, rate = disk(folder, operation, *self.files)
-        self.runs.note(name, "GB/s", rate)
+        self.runs.note(name, rate)
         return name
 
 
@@ -284,22 +163,15 @@ def bench(
     if tokens % chunk:
         raise ConfigError("--tokens", f"{tokens} is not a multiple of --chunk {chunk}")
     case = Bench(spec, layout, tier, tokens, threads)
-    with case.engine, progress() as bar:
+    with scratch(case.engine), progress() as bar:
         for number in bar.track(range(runs + 1), description=f"{model} {layout} {tier}"):
             case.run()
             if number == 0:
                 case.runs = Runs()
-        case.engine.clear(scope=True)
     if json:
-        settings = {
-            "model": model,
-            "layout": layout,
-            "tier": tier,
-            "tokens": tokens,
-            "chunk": chunk,
-        }
-        settings |= {"page": page, "threads": threads, "runs": runs, "bytes": case.stored}
-        print_json(settings | {"figures": case.runs.figures()})
+        settings: dict[str, Any] = {"model": model, "layout": layout, "tier": tier, "runs": runs}
+        settings |= {"tokens": tokens, "chunk": chunk, "page": page, "threads": threads}
+        print_json(settings | {"bytes": case.stored, "figures": case.runs.figures()})
     else:
         print(f"{model} {layout}, {tier}: {tokens} tokens, {human(case.stored)}, {runs} runs")
         case.runs.show()

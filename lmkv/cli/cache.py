@@ -56,10 +56,7 @@ def ls(
     cut = {"scope": 8, "digest": 16}
     table(
         (*columns, "age"),
-        [
-            (*(str(row[name])[: cut.get(name)] for name in columns), age(row["created"]))
-            for row in rows
-        ],
+        [(*(str(row[name])[: cut.get(name)] for name in columns), age(row["created"])) for row in rows],
     )
     if len(rows) < len(objects):
         print(f"... and {len(objects) - len(rows)} more (--limit 0 shows all)")
@@ -69,7 +66,7 @@ def ls(
 def du(place: Place, json: Json = False) -> None:
     """Objects, bytes and tokens of each scope."""
     scopes: dict[str, list[Found]] = defaultdict(list)
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     with opened(place) as store:
         for found in store.objects():
             scopes[found.key.scope.hex()].append(found)
@@ -83,21 +80,18 @@ def du(place: Place, json: Json = False) -> None:
     if json:
         print_json([dict(zip(names, row, strict=True)) for row in rows])
         return
-    rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
+    objects, used, tokens = (sum(row[i] for row in rows) for i in (1, 2, 3))
+    rows.append(("all", objects, used, tokens))
     table((*names, "size"), [(*row, human(row[2])) for row in rows])
 
 
 @app.command()
 def show(
-    place: Place,
-    key: Annotated[str, typer.Argument(help="A key, or the beginning of a digest.")],
-    json: Json = False,
+    place: Place, key: Annotated[str, typer.Argument(help="A key, or the beginning of a digest.")], json: Json = False
 ) -> None:
     """Header and part table of one chunk, for each of its groups and shards."""
     with opened(place) as store:
-        objects = [
-            f for f in store.objects() if key == str(f.key) or f.key.digest.hex().startswith(key)
-        ]
+        objects = [f for f in store.objects() if key == str(f.key) or f.key.digest.hex().startswith(key)]
         if len({found.key[:3] for found in objects}) != 1:
             raise ConfigError(key, f"names {len(objects)} objects, not one chunk")
         headers = {str(found.key): store.header(found) for found in objects}
@@ -144,8 +138,7 @@ def gc(
     place: Place,
     budget: Annotated[str, typer.Option(help="Evict down to this size, leaves first.")] = "",
     orphans: Annotated[
-        bool,
-        typer.Option("--orphans", help="Remove chunks whose prefix is gone: nothing hits them."),
+        bool, typer.Option("--orphans", help="Remove chunks whose prefix is gone: nothing hits them.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     force: Force = False,

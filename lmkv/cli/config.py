@@ -10,14 +10,12 @@ import typer
 
 from lmkv import codec, eviction
 from lmkv.cli.output import human, print_json, table
-from lmkv.config import Config, Size, markdown, memory_limit, nearest
+from lmkv.config import Config, markdown, memory_limit, nearest
 from lmkv.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Configuration: show, check, reference.")
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML or YAML file; else $LMKV_CONFIG.")
-]
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML or YAML file; else $LMKV_CONFIG.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -28,9 +26,7 @@ def check_names(config: Config) -> Config:
         codec.get(tier.codec, tier.level)
         scheme, known = tier.url.partition(":")[0], entry_points(group="lmkv.backends").names
         if scheme not in known:
-            raise ConfigError(
-                f"tiers.{index}.url", f"no backend {scheme!r}{nearest(scheme, known)}"
-            )
+            raise ConfigError(f"tiers.{index}.url", f"no backend {scheme!r}{nearest(scheme, known)}")
     return config
 
 
@@ -38,19 +34,13 @@ def check_names(config: Config) -> Config:
 def show(config: ConfigFile = None, json: Json = False) -> None:
     """Every effective value and where it came from."""
     settings = check_names(Config.load(config))
-    rows = [
-        (key, str(value) if isinstance(value, Size) else value, where)
-        for key, value, where in settings.rows()
-    ]
+    rows = list(settings.rows())
     if json:
         print_json({key: {"value": value, "from": where} for key, value, where in rows})
         return
     budget = human(settings.cpu.budget.resolve(memory_limit()))
     notes = {"cpu.budget": f" ({budget} of {human(memory_limit())})"}
-    table(
-        ("key", "value", "from"),
-        [(key, f"{value}{notes.get(key, '')}", where) for key, value, where in rows],
-    )
+    table(("key", "value", "from"), [(key, f"{value}{notes.get(key, '')}", where) for key, value, where in rows])
 
 
 @app.command()

@@ -38,9 +38,7 @@ def progress() -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     show = console.is_terminal
-    return Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not show
-    )
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not show)
 
 
 def human(nbytes: float) -> str:

@@ -148,9 +148,7 @@ class Tree:
         for node in sorted(self.nodes, key=lambda node: self.nodes[node][0].key.depth):
             if self.nodes[node][0].key.depth == 0 or self._parent(node) in linked:
                 linked.add(node)
-        return [
-            found for node, parts in self.nodes.items() if node not in linked for found in parts
-        ]
+        return [found for node, parts in self.nodes.items() if node not in linked for found in parts]
 
     def oldest_leaves(self) -> Iterator[list[Found]]:
         """Every node's parts: leaves first, of those the oldest; a node follows its last child."""

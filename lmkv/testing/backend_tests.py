@@ -74,8 +74,8 @@ def together(*jobs: Callable[[], None]) -> None:
 class BackendTests:
     """Inherit, and give a fixture ``backend``: open, empty, closed by the fixture afterwards.
 
-    capacity_bytes: what it must be able to hold. The tests never store more, and skip the object
-    sizes that would need it. reopen: for a persistent backend, close it and open its store again.
+    capacity_bytes: what it can hold. The tests store no more at a time (of two sizes at most), and
+    leave out larger objects. reopen: for a persistent backend, close it and open its store again.
     """
 
     capacity_bytes: int = 32 * MIB
@@ -165,7 +165,7 @@ class BackendTests:
 
     def test_scan_finds_what_is_stored(self, backend: Backend) -> None:
         began = time.time()
-        sizes = {key_of(n): (1 + n % 3) * ALIGNMENT for n in range(100)}
+        sizes = {key_of(n): (1 + n % 2) * ALIGNMENT for n in range(100)}
         for number, nbytes in enumerate(sizes.values()):
             put(backend, number, nbytes)
         gone = list(sizes)[::5]
@@ -234,7 +234,7 @@ class BackendTests:
         assert backend.usage().used >= 0
 
     def test_what_is_stored_outlives_the_process(self, backend: Backend) -> None:
-        data = {n: put(backend, n, (1 + n) * ALIGNMENT) for n in range(20)}
+        data = {n: put(backend, n, (1 + n % 2) * ALIGNMENT) for n in range(20)}
         url, again = backend.url, self.reopen(backend)
         if again is None:
             import pytest
