@@ -110,6 +110,10 @@ class Arena:
             slab.warm = True
         self.warmed.set()
 
+    def regions(self) -> list[tuple[int, int]]:
+        """(address, bytes) of every slab, for pinning; they stay mapped until `close`."""
+        return [(slab.memory.address, slab.nbytes) for slab in self._slabs]
+
     def size_class(self, nbytes: int) -> int:
         """Bytes of the slot that a container of ``nbytes`` gets."""
         nbytes = round_up(nbytes, PAGE)

@@ -133,9 +133,7 @@ def container_bytes(spec: KVSpec, group: int) -> int:
     return layout(spec, group)[-1].stop
 
 
-def new_header(
-    spec: KVSpec, key: ChunkKey, page_mask: int = 0, expires: int = 0, created: int | None = None
-) -> Header:
+def new_header(spec: KVSpec, key: ChunkKey, page_mask: int = 0, expires: int = 0, created: int | None = None) -> Header:
     """The header of a raw, unsealed container for ``key``, whose depth is its place in the prompt.
 
     page_mask: pages present, 0 for all. created: now when None.
@@ -257,9 +255,7 @@ def covering(header: Header, first_layer: int, stop_layer: int) -> tuple[Part, .
     if not 0 <= first_layer < stop_layer <= last.first_layer + last.layers:
         raise BadInput(f"no layers [{first_layer}, {stop_layer})")
     return tuple(
-        part
-        for part in header.parts
-        if part.first_layer < stop_layer and first_layer < part.first_layer + part.layers
+        part for part in header.parts if part.first_layer < stop_layer and first_layer < part.first_layer + part.layers
     )
 
 
@@ -289,9 +285,7 @@ def seal(target: memoryview | int, header: Header) -> Header:
     view = _native.memory(target, header.total_bytes) if isinstance(target, int) else target
     zero_padding(view, header)
     sums = _checksums(view, header.parts, 0)
-    parts = tuple(
-        part._replace(checksum=each) for part, each in zip(header.parts, sums, strict=True)
-    )
+    parts = tuple(part._replace(checksum=each) for part, each in zip(header.parts, sums, strict=True))
     sealed = replace(header, parts=parts, flags=header.flags | SEALED)
     write_header(view, sealed)
     return sealed

@@ -172,8 +172,8 @@ class Config(_Model):
         tree: dict[str, Any] = {"cpu": {}}
         origins: dict[str, str] = {}
         for key, value, where in settings:
-            table, _, name = key.partition(".")
-            (tree[table] if name else tree)[name or table] = value
+            table, dot, name = key.partition(".")
+            (tree[table] if dot else tree)[name if dot else table] = value
             origins[key] = where
         try:
             config = cls.model_validate(tree)

@@ -114,13 +114,20 @@ class Engine:
     # Storing.
 
     def store(
-        self, tokens: Tokens, pages: PagedKV, page_ids: Sequence[Any], *, start: int = 0, ttl: float | None = None
+        self,
+        tokens: Tokens,
+        pages: PagedKV,
+        page_ids: Sequence[Any],
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        after: Any = None,
     ) -> StoreHandle:
         """Copy the full chunks of ``tokens`` out of ``pages`` into host memory, and queue them for the other tiers.
 
         page_ids: per group, the ids of the pages that hold tokens from ``start`` (a multiple of the chunk) on, in
         order; -1 where a page is gone (a window has slid past it); a recurrent group has one id a chunk, -1 where the
-        engine kept no state. ttl: seconds. When this returns the pages may be reused; what was not taken is in the
+        engine kept no state. ttl: seconds. after: on a GPU, the event of the step that writes the pages. When this returns the pages may be reused; what was not taken is in the
         handle, with its reason.
         """
         keys = self.keys(tokens)
@@ -142,7 +149,7 @@ class Engine:
                 header = chunk.new_header(self.spec, key, each.pages, expires)
                 chunk.write_header(view := each.slot.view(each.nbytes), header)
                 chunk.zero_padding(view, header)
-            rows.gather((key, each.slot) for key, each in reserved.items())
+            rows.gather(((key, each.slot) for key, each in reserved.items()), after)
             done = self.storage.commit(list(reserved.values()), expires, tally)
         finally:
             for reservation in reserved.values():
@@ -206,6 +213,7 @@ class Engine:
         start: int = 0,
         stop: int | None = None,
         timeout: float | None = None,
+        after: Any = None,
     ) -> Retrieved:
         """Copy the longest stored prefix into ``pages`` and say how long it is.
 
@@ -227,7 +235,7 @@ class Engine:
                 plan = lease.plan if lease else self.lookup(keys)
                 if stop is not None and stop < plan.tokens:
                     plan = plan.cut(stop // self.spec.chunk_tokens, "stop")
-                found = self._load(plan, pages, page_ids, start, deadline)
+                found = self._load(plan, pages, page_ids, start, deadline, after)
                 if lease or found.tokens or not self.need.trailing:
                     break
         finally:
@@ -236,7 +244,9 @@ class Engine:
         self.counters.add("retrieved_tokens", found.loaded)
         return found
 
-    def _load(self, plan: Plan, pages: PagedKV, page_ids: Sequence[Any], start: int, deadline: float) -> Retrieved:
+    def _load(
+        self, plan: Plan, pages: PagedKV, page_ids: Sequence[Any], start: int, deadline: float, after: Any
+    ) -> Retrieved:
         if plan.tokens <= start:
             return Retrieved(0, 0, {}, plan.reason)
         rows = self._rows(pages, page_ids, start, plan.tokens)
@@ -250,7 +260,7 @@ class Engine:
                 break
             keys = [want.key for want in wanted[got : got + len(run)]]
             try:
-                rows.scatter((key, ready.slot) for key, ready in zip(keys, run, strict=True))
+                rows.scatter(((key, ready.slot) for key, ready in zip(keys, run, strict=True)), after)
             finally:
                 self.storage.release(run)
             for key, ready in zip(keys, run, strict=True):

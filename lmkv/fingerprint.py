@@ -24,9 +24,7 @@ PIECES = 16
 NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
 
 
-def fingerprint(
-    tensors: Iterable[tuple[str, tuple[int, ...], str, Buffer]], config: Mapping[str, Any] | str
-) -> str:
+def fingerprint(tensors: Iterable[tuple[str, tuple[int, ...], str, Buffer]], config: Mapping[str, Any] | str) -> str:
     """64 hex digits for a model, the same in whichever order its tensors come.
 
     tensors: (name, shape, dtype text, its bytes as a contiguous buffer). Only the sampled bytes are

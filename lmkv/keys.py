@@ -200,9 +200,7 @@ class ChunkKeys:
         return keys
 
     @classmethod
-    def from_digests(
-        cls, digests: Sequence[bytes], chunk_tokens: int, tenant: bytes = NO_TENANT
-    ) -> ChunkKeys:
+    def from_digests(cls, digests: Sequence[bytes], chunk_tokens: int, tenant: bytes = NO_TENANT) -> ChunkKeys:
         """Keys that an engine computed: 32 bytes a chunk, each covering all tokens before it."""
         keys = cls(len(digests) * chunk_tokens, chunk_tokens, tenant)
         if len(tenant) != len(NO_TENANT) or any(len(each) != DIGEST_BYTES for each in digests):

@@ -46,15 +46,16 @@ class PageRows:
         there = self.rows[key.group][key.depth - self.first] >= 0
         return 0 if there.all() else sum(1 << int(j) for j in np.flatnonzero(there))
 
-    def gather(self, containers: Iterable[tuple[ChunkKey, Slot]]) -> None:
-        """Copy pages into containers, one native call a group."""
-        self._copy(self.pages.gather, containers)
+    def gather(self, containers: Iterable[tuple[ChunkKey, Slot]], after: Any = None) -> None:
+        """Copy pages into containers, one native call a group; on a GPU once the event ``after`` has happened."""
+        self._copy(self.pages.gather, containers, after)
 
-    def scatter(self, containers: Iterable[tuple[ChunkKey, Slot]]) -> None:
-        """Copy containers into pages, one native call a group."""
-        self._copy(self.pages.scatter, containers)
+    def scatter(self, containers: Iterable[tuple[ChunkKey, Slot]], after: Any = None) -> None:
+        """Copy containers into pages, likewise."""
+        self._copy(self.pages.scatter, containers, after)
 
-    def _copy(self, call: Any, containers: Iterable[tuple[ChunkKey, Slot]]) -> None:
+    def _copy(self, call: Any, containers: Iterable[tuple[ChunkKey, Slot]], after: Any) -> None:
+        copies = []
         slots = [np.zeros(self.first + len(rows), np.int64) for rows in self.rows]
         for key, slot in containers:
             slots[key.group][key.depth] = slot.address
@@ -62,4 +63,6 @@ class PageRows:
             ids = np.where(slots[g][self.first :, None] > 0, rows, -1).ravel()
             pieces = self.pages.pieces(g, ids, self.first * self.spec.chunk_tokens)
             if len(pieces.page_ids):
-                call(g, slots[g][pieces.chunks], pieces.page_ids, pieces.starts, pieces.first).wait()
+                copies.append(call(g, slots[g][pieces.chunks], pieces.page_ids, pieces.starts, pieces.first, after))
+        for copy in copies:
+            copy.wait()

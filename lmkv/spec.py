@@ -205,11 +205,7 @@ class KVSpec:
 
     @classmethod
     def from_hf_config(
-        cls,
-        config: Mapping[str, Any],
-        chunk_tokens: int = 256,
-        page_tokens: int = 16,
-        dtype: str | None = None,
+        cls, config: Mapping[str, Any], chunk_tokens: int = 256, page_tokens: int = 16, dtype: str | None = None
     ) -> KVSpec:
         """The spec of a model from its Hugging Face ``config.json``, all of it in one shard.
 
@@ -231,9 +227,7 @@ class KVSpec:
         for kind in sorted(set(kinds), key=list(Kind).index):
             layers = tuple(i for i, each in enumerate(kinds) if each is kind)
             window = _count(text, "sliding_window") if kind is Kind.SLIDING else 0
-            groups.append(
-                LayerGroup(kind, layers, page_tokens, heads, width, dtype=dtype, window=window)
-            )
+            groups.append(LayerGroup(kind, layers, page_tokens, heads, width, dtype=dtype, window=window))
         return cls(tuple(groups), chunk_tokens)
 
 

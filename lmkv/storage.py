@@ -43,7 +43,7 @@ class StorageManager:
         budget = config.cpu.budget.resolve(memory_limit())
         slab = slab_bytes(max(sizes), config.cpu.slab)
         self.arena = Arena(budget, slab, sizes, huge=config.cpu.huge_pages, touch=config.cpu.touch)
-        self.cpu = CpuBackend(f"cpu://?budget={budget}", self.arena)
+        self.cpu = CpuBackend(budget=str(budget), arena=self.arena)
         self.tiers = _open_tiers(config, max(sizes))
         self.names = ("cpu", *(tier.name for tier in self.tiers))
         self.index = Index(1 + len(self.tiers), policy(config.policy))
@@ -244,6 +244,8 @@ class StorageManager:
     def make_room(self, tier: Tier, nbytes: int) -> bool:
         """Promise ``nbytes`` of a tier's budget to a write, evicting leaves first. False: nothing more can leave."""
         tier.scanned.wait()
+        if tier.rescan_due():
+            self._chores.submit(self._scan, tier)
         with self.lock:
             victims = self._victims(tier, nbytes)
             fits = tier.evicts_elsewhere or self._over(tier, nbytes) <= 0

@@ -15,6 +15,7 @@ from lmkv.workers import Workers
 
 FAILURES_TO_OPEN = 5
 COOL_DOWN = 5.0
+RESCAN = 60.0
 BROKEN = {Status.TIMEOUT, Status.ERROR}
 
 
@@ -71,6 +72,7 @@ class Tier:
         self.breaker = Breaker()
         self.readers = Workers(f"{name}-read", config.readers)
         self.scanned = threading.Event()
+        self._rescan_at = time.monotonic() + RESCAN
         self._write_speed = self._read_speed = 0.0
 
     def settle(self, used: int) -> None:
@@ -83,6 +85,13 @@ class Tier:
     def evicts_elsewhere(self) -> bool:
         """Another process owns the backend and evicts; this one only reads and writes."""
         return self.backend.shared
+
+    def rescan_due(self) -> bool:
+        """Once a minute for a shared backend: a scan is also the try to become the one who evicts."""
+        if not self.backend.shared or time.monotonic() < self._rescan_at:
+            return False
+        self._rescan_at = time.monotonic() + RESCAN
+        return True
 
     @property
     def probing(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv import backends, chunk
@@ -364,6 +364,7 @@ def test_several_paths_by_url(lmkv: Any, tmp_path: Path) -> None:
 # The trees
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 100)), max_size=40))
 def test_leaves_come_before_their_prefix_and_all_come_once(parents: list[tuple[int, int]]) -> None:
     objects: list[Found] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.config import Config, CpuConfig, Size, TierConfig, markdown, memory_limit, nearest
@@ -81,6 +81,7 @@ def test_what_is_no_size_is_refused(written: object) -> None:
         Size.parse(written)
 
 
+@settings(deadline=None)
 @given(st.integers(4096, 2**62))
 def test_bytes_print_back_as_the_same_size(nbytes: int) -> None:
     size = Size.parse(nbytes)
@@ -88,11 +89,13 @@ def test_bytes_print_back_as_the_same_size(nbytes: int) -> None:
     assert Size.parse(str(size)) == Size.parse(str(nbytes)) == size
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1, exclude_min=True))
 def test_fractions_print_back_as_the_same_size(fraction: float) -> None:
     assert Size.parse(str(Size.parse(fraction))) == Size(fraction=fraction)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4000), st.sampled_from(["KiB", "MiB", "GiB"]), st.integers(0, 999))
 def test_decimal_sizes_are_exact_to_a_byte(whole: int, unit: str, thousandths: int) -> None:
     scale = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
@@ -101,6 +104,7 @@ def test_decimal_sizes_are_exact_to_a_byte(whole: int, unit: str, thousandths: i
         assert abs(Size.parse(f"{whole}.{thousandths:03}{unit}").nbytes - exact) <= 1
 
 
+@settings(deadline=None)
 @given(st.text(max_size=12) | st.floats() | st.integers() | st.booleans() | st.none())
 def test_any_value_is_a_positive_size_or_refused(value: object) -> None:
     try:
@@ -353,6 +357,7 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text("d:/?
 TREES = st.recursive(LEAVES, lambda x: st.lists(x) | st.dictionaries(KEYS, x), max_leaves=8)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*Config.model_fields, "x", "a.b", ""]), TREES))
 def test_any_tree_is_a_config_or_refused(tree: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:

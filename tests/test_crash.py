@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import itertools
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +14,17 @@ from test_engine import TOKENS, disk, open_engine
 
 ROUNDS = 50
 CONTAINER = 8192
-CHILD = """
-import sys
-sys.path.insert(0, {tests!r})
-from memory import Memory, spec
-from test_engine import TOKENS, disk, open_engine
-from pathlib import Path
-memory = Memory(spec(), pages=128, seed=7)
-ids = memory.ids(160)
-engine = open_engine(memory, tiers=disk(Path({root!r}), budget={budget}))
-print("ready", flush=True)
-i = {first}
-while True:
-    engine.store(TOKENS + 1000 * i, memory.pages, ids)
-    engine.flush(10)
-    print(i, flush=True)
-    i += 1
-"""
+
+
+def store_until_killed(root: str, budget: int, first: int, says: Connection) -> None:
+    """The child: stores one prompt after another and says which is safe."""
+    memory = Memory(spec(), pages=128, seed=7)
+    ids = memory.ids(160)
+    engine = open_engine(memory, tiers=disk(Path(root), budget=budget))
+    for i in itertools.count(first):
+        engine.store(TOKENS + 1000 * i, memory.pages, ids)
+        engine.flush(10)
+        says.send(i)
 
 
 def test_fifty_kills_leave_right_bytes_and_the_budget_kept(tmp_path: Path) -> None:
@@ -39,20 +32,22 @@ def test_fifty_kills_leave_right_bytes_and_the_budget_kept(tmp_path: Path) -> No
     ids = memory.ids(160)
     right = memory.read(ids)[0].copy()
     random.seed(3)
-    first, tests = 0, str(Path(__file__).parent)
+    first = 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_crash"])
     for round_ in range(ROUNDS):
         budget = 100 * CONTAINER if round_ % 2 else 50 * CONTAINER
-        code = CHILD.format(tests=tests, root=str(tmp_path), budget=budget, first=first)
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+        hears, says = context.Pipe(duplex=False)
+        child = context.Process(target=store_until_killed, args=(str(tmp_path), budget, first, says), daemon=True)
+        child.start()
+        says.close()
         for _ in range(random.randrange(1, 6)):
-            first = int(child.stdout.readline()) + 1
+            first = hears.recv() + 1
         for _ in range(random.randrange(0, 20_000)):
             pass  # land anywhere inside the next store
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        child.kill()
+        child.join()
+        hears.close()
         if round_ % 5 == 4:
             check(tmp_path, memory, ids, right, first)
 

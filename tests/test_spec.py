@@ -55,10 +55,7 @@ def test_groups_of_hybrid_models() -> None:
 
 def test_recurrent_group_stores_one_state_a_chunk() -> None:
     spec = KVSpec(
-        (
-            LayerGroup(Kind.FULL, (3,), 16, 2, 64),
-            LayerGroup(Kind.RECURRENT, (0, 1, 2), 16, state_bytes=1000),
-        ),
+        (LayerGroup(Kind.FULL, (3,), 16, 2, 64), LayerGroup(Kind.RECURRENT, (0, 1, 2), 16, state_bytes=1000)),
         chunk_tokens=64,
     )
     assert spec.bytes_per_token == 512
@@ -160,9 +157,7 @@ def test_geometry_changes_with_everything_that_changes_bytes() -> None:
     specs = [KVSpec((LayerGroup(**group),), 256) for group in groups]
     specs += [KVSpec(specs[0].groups, 128), KVSpec(specs[0].groups, 256, shards=2)]
     specs += [KVSpec(specs[0].groups * 2, 256)]
-    specs += [
-        KVSpec((LayerGroup(Kind.RECURRENT, (0,), 16, state_bytes=size),), 256) for size in (8, 9)
-    ]
+    specs += [KVSpec((LayerGroup(Kind.RECURRENT, (0,), 16, state_bytes=size),), 256) for size in (8, 9)]
     assert len({spec.geometry() for spec in specs}) == len(specs)
     assert len({spec.geometry_id for spec in specs}) == len(specs)
 

@@ -99,7 +99,9 @@ def cropped_cache(
     """The oracle: transformers' own cache of ``ids``, run in one piece, cropped to ``length``."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.activate_past_recording()  # window layers must keep what cropping brings back
-    model(ids, attention_mask=mask, use_cache=True, **{CACHE: cache})
+    mask = torch.ones_like(ids) if mask is None else mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate counts them in a padded batch
+    model(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: cache})
     cache.crop(length - ids.shape[1])
     for layer in cache.layers:
         if hasattr(layer, "record_past"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from urllib.parse import parse_qsl, urlsplit
 
 from lmkv.arena import Arena, Slot, slab_bytes
 from lmkv.backends.base import ALIGNMENT, Backend, Found, Health, Read, Result, Status, Usage, Write
@@ -21,14 +20,16 @@ from lmkv.keys import ChunkKey
 class CpuBackend(Backend):
     """``cpu://?budget=1GiB``, or over an existing arena. Holds what fits and evicts nothing: storage does that."""
 
-    def __init__(self, url: str = "cpu://?budget=64MiB", arena: Arena | None = None) -> None:
-        options = dict(parse_qsl(urlsplit(url).query))
-        if unknown := set(options) - {"budget"}:
-            raise ConfigError(f"cpu.{min(unknown)}", "unknown option of cpu://; only budget is known")
-        self.url = url
+    def __init__(self, url: str = "cpu://", *, budget: str = "64MiB", arena: Arena | None = None) -> None:
+        if url != "cpu://":
+            raise ConfigError("tiers.url", f"{url!r}: host memory has no place, it is written cpu://")
+        self.url = f"cpu://?budget={budget}"
         if arena is None:
-            budget = Size.parse(options.get("budget", "64MiB")).resolve(memory_limit())
-            arena = Arena(budget, slab_bytes(ALIGNMENT, min(64 << 20, budget)), touch=False)
+            try:
+                size = Size.parse(budget).resolve(memory_limit())
+            except ValueError as error:
+                raise ConfigError("cpu.budget", f"{budget!r} {error}") from None
+            arena = Arena(size, slab_bytes(ALIGNMENT, min(16 << 20, size // 4)), touch=False)
         self.arena = arena
         self._slots: dict[ChunkKey, tuple[Slot, int, float]] = {}
         self._used = 0

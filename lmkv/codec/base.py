@@ -31,7 +31,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, src: memoryview, dst: memoryview) -> int:
-        """Encode all of ``src``; the bytes written to ``dst``, or 0 when they do not fit."""
+        """Encode all of ``src`` (never empty); the bytes written to ``dst``, 0 when too small."""
 
     @abstractmethod
     def decode(self, src: memoryview, dst: memoryview) -> None:

@@ -30,7 +30,7 @@ class Zstd(Codec):
             compressor = self._own.compressor
         except AttributeError:
             compressor = self._own.compressor = zstandard.ZstdCompressor(level=self.level)
-        if not len(dst):
+        if not len(src) or not len(dst):  # python-zstandard spins on empty buffers (issue 194)
             return 0
         with compressor.stream_reader(src, size=len(src)) as reader:
             written = _fill(reader, dst)
