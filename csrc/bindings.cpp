@@ -72,7 +72,9 @@ class Path {
     nb::bytes bytes_;
 };
 
-[[noreturn]] void bad_value(const std::string& what) { throw nb::value_error(what.c_str()); }
+[[noreturn]] void bad_value(const std::string& what) {
+    throw nb::value_error(what.c_str());
+}
 
 char* pointer(std::int64_t address, std::int64_t nbytes) {
     if (address <= 0) bad_value("address must be positive");
@@ -133,11 +135,12 @@ void touch(lmkv::Slab& slab, std::int64_t start, std::int64_t stop) {
 
 // ---- copies ----
 
-using PlaneRows =
-    nb::ndarray<const std::int64_t, nb::shape<-1, lmkv::kPlaneFields>, nb::c_contig, nb::device::cpu>;
+using PlaneRows = nb::ndarray<const std::int64_t, nb::shape<-1, lmkv::kPlaneFields>, nb::c_contig,
+                              nb::device::cpu>;
 
 void make_plan(lmkv::CopyPlan* self, const PlaneRows& planes, std::int64_t payload_bytes) {
-    new (self) lmkv::CopyPlan(reinterpret_cast<const lmkv::Plane*>(planes.data()), planes.shape(0), payload_bytes);
+    new (self) lmkv::CopyPlan(reinterpret_cast<const lmkv::Plane*>(planes.data()), planes.shape(0),
+                              payload_bytes);
 }
 
 void copy_pages(const lmkv::CopyPlan& plan, bool gather, const Vector<std::int64_t>& slots,
@@ -147,8 +150,8 @@ void copy_pages(const lmkv::CopyPlan& plan, bool gather, const Vector<std::int64
     if (starts.shape(0) != n + 1 || first.shape(0) != n)
         bad_value("copy_pages() needs n slots, n first and n + 1 starts");
     if (threads < 1) bad_value("threads must be at least 1");
-    const lmkv::CopyPlan::Chunks chunks{slots.data(), first.data(),    starts.data(),
-                                        n,            page_ids.data(), page_ids.shape(0)};
+    const lmkv::CopyPlan::Chunks chunks{slots.data(),    first.data(),     starts.data(), n,
+                                        page_ids.data(), page_ids.shape(0)};
     plan.check(chunks);
     const Unlocked unlocked;
     plan.run(chunks, gather, threads, stream_bytes);
@@ -168,7 +171,8 @@ nb::object tokens_u32(nb::handle tokens) {
         bad_value("tokens must be a list, a tuple or an array of integers");
     const Bytes buffer(tokens, PyBUF_STRIDED_RO | PyBUF_FORMAT);
     const Py_buffer& view = buffer.view();
-    if (view.ndim != 1) bad_value("tokens must have one dimension, not " + std::to_string(view.ndim));
+    if (view.ndim != 1)
+        bad_value("tokens must have one dimension, not " + std::to_string(view.ndim));
     const auto n = static_cast<std::size_t>(view.shape[0]);
     const std::string format = view.format ? view.format : "B";
     const bool plain = view.strides[0] == 4 && view.itemsize == 4;
@@ -181,7 +185,8 @@ nb::object tokens_u32(nb::handle tokens) {
             return nb::cast(Result<std::uint32_t>(const_cast<std::uint32_t*>(words), {n}, tokens));
     }
     std::unique_ptr<std::uint32_t[]> out(new std::uint32_t[n + 1]);
-    if (!lmkv::tokens_from_buffer(format.c_str(), static_cast<const char*>(view.buf), view.strides[0], n, out.get()))
+    if (!lmkv::tokens_from_buffer(format.c_str(), static_cast<const char*>(view.buf),
+                                  view.strides[0], n, out.get()))
         bad_value("tokens must be integers, not of format '" + format + "'");
     return nb::cast(owned(std::move(out), n));
 }
@@ -206,9 +211,11 @@ Leaves hash_leaves(const Vector<std::uint32_t>& tokens, std::int64_t chunk_token
     if (chunk_tokens <= 0) bad_value("chunk_tokens must be positive");
     const auto chunk = static_cast<std::size_t>(chunk_tokens);
     const std::size_t count = tokens.shape(0) / chunk;
-    Leaves leaves{count, std::unique_ptr<std::uint8_t[]>(new std::uint8_t[count * lmkv::kDigestBytes + 1])};
+    Leaves leaves{
+        count, std::unique_ptr<std::uint8_t[]>(new std::uint8_t[count * lmkv::kDigestBytes + 1])};
     const Unlocked unlocked(tokens.shape(0) * 4 > kReleaseBytes);
-    lmkv::blake3_many(reinterpret_cast<const std::uint8_t*>(tokens.data()), chunk * 4, count, leaves.digests.get());
+    lmkv::blake3_many(reinterpret_cast<const std::uint8_t*>(tokens.data()), chunk * 4, count,
+                      leaves.digests.get());
     return leaves;
 }
 
@@ -217,13 +224,15 @@ nb::list leaf_digests(const Vector<std::uint32_t>& tokens, std::int64_t chunk_to
     return digest_list(leaves.digests.get(), leaves.count);
 }
 
-nb::list chain_digests(const Vector<std::uint32_t>& tokens, std::int64_t chunk_tokens, const nb::bytes& key,
-                       const nb::bytes& prev, const std::optional<nb::list>& extras) {
+nb::list chain_digests(const Vector<std::uint32_t>& tokens, std::int64_t chunk_tokens,
+                       const nb::bytes& key, const nb::bytes& prev,
+                       const std::optional<nb::list>& extras) {
     const std::uint8_t* const secret = digest(key, "key");
     const std::uint8_t* link = digest(prev, "prev");
     const Leaves leaves = hash_leaves(tokens, chunk_tokens);
     if (extras && extras->size() != leaves.count)
-        bad_value("extras must have one item for each of the " + std::to_string(leaves.count) + " chunks");
+        bad_value("extras must have one item for each of the " + std::to_string(leaves.count) +
+                  " chunks");
     for (std::size_t i = 0; i < leaves.count; ++i) {
         std::uint8_t* const leaf = leaves.digests.get() + i * lmkv::kDigestBytes;
         const nb::object extra = extras ? nb::object((*extras)[i]) : nb::none();
@@ -248,13 +257,15 @@ std::uint64_t xxh3_64(nb::handle data) {
     return lmkv::xxh3_64(bytes.data(), bytes.size());
 }
 
-nb::object checksums(std::int64_t address, const Vector<std::int64_t>& offsets, const Vector<std::int64_t>& lengths) {
+nb::object checksums(std::int64_t address, const Vector<std::int64_t>& offsets,
+                     const Vector<std::int64_t>& lengths) {
     const std::size_t n = offsets.shape(0);
     if (lengths.shape(0) != n) bad_value("offsets and lengths must be equally long");
     std::int64_t total = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const std::int64_t offset = offsets.data()[i], length = lengths.data()[i];
-        if (offset < 0 || length < 0 || offset > INT64_MAX - length) bad_value("a range is negative or too long");
+        if (offset < 0 || length < 0 || offset > INT64_MAX - length)
+            bad_value("a range is negative or too long");
         pointer(address, offset + length);
         if (__builtin_add_overflow(total, length, &total)) bad_value("the ranges are too long");
     }
@@ -262,8 +273,9 @@ nb::object checksums(std::int64_t address, const Vector<std::int64_t>& offsets, 
     {
         const Unlocked unlocked(total > static_cast<std::int64_t>(kReleaseBytes));
         for (std::size_t i = 0; i < n; ++i)
-            sums[i] = lmkv::xxh3_64(reinterpret_cast<const std::uint8_t*>(address + offsets.data()[i]),
-                                    static_cast<std::size_t>(lengths.data()[i]));
+            sums[i] =
+                lmkv::xxh3_64(reinterpret_cast<const std::uint8_t*>(address + offsets.data()[i]),
+                              static_cast<std::size_t>(lengths.data()[i]));
     }
     return nb::cast(owned(std::move(sums), n));
 }
@@ -277,8 +289,8 @@ lmkv::IoSettings io_settings(bool direct, std::int64_t extent, int threads) {
     return {direct, static_cast<std::size_t>(extent), threads};
 }
 
-std::int64_t read_file(nb::str path, std::int64_t address, std::int64_t capacity, bool direct, std::int64_t extent,
-                       int threads) {
+std::int64_t read_file(nb::str path, std::int64_t address, std::int64_t capacity, bool direct,
+                       std::int64_t extent, int threads) {
     const Path name(path);
     char* const into = pointer(address, capacity);
     const lmkv::IoSettings settings = io_settings(direct, extent, threads);
@@ -286,13 +298,14 @@ std::int64_t read_file(nb::str path, std::int64_t address, std::int64_t capacity
     return lmkv::read_file(name.c_str(), into, static_cast<std::size_t>(capacity), settings);
 }
 
-int write_file(nb::str tmp, nb::str path, std::int64_t address, std::int64_t nbytes, bool direct, bool fsync,
-               std::int64_t extent, int threads) {
+int write_file(nb::str tmp, nb::str path, std::int64_t address, std::int64_t nbytes, bool direct,
+               bool fsync, std::int64_t extent, int threads) {
     const Path tmp_name(tmp), name(path);
     const char* const from = pointer(address, nbytes);
     const lmkv::IoSettings settings = io_settings(direct, extent, threads);
     const Unlocked unlocked;
-    return lmkv::write_file(tmp_name.c_str(), name.c_str(), from, static_cast<std::size_t>(nbytes), fsync, settings);
+    return lmkv::write_file(tmp_name.c_str(), name.c_str(), from, static_cast<std::size_t>(nbytes),
+                            fsync, settings);
 }
 
 nb::list list_dir(nb::str path) {
@@ -310,7 +323,8 @@ nb::list list_dir(nb::str path) {
     }
     nb::list out;
     for (const lmkv::DirEntry& e : entries) {
-        PyObject* text = PyUnicode_DecodeFSDefaultAndSize(e.name.data(), static_cast<Py_ssize_t>(e.name.size()));
+        PyObject* text =
+            PyUnicode_DecodeFSDefaultAndSize(e.name.data(), static_cast<Py_ssize_t>(e.name.size()));
         if (!text) throw nb::python_error();
         out.append(nb::make_tuple(nb::steal(text), e.size, e.mtime_ns));
     }
@@ -346,16 +360,19 @@ const char* limit_simd(const char* name) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Page copies, hashes, checksums and aligned file I/O; see _native.pyi for the contract.";
+    m.doc() =
+        "Page copies, hashes, checksums and aligned file I/O; see _native.pyi for the contract.";
 
     nb::class_<lmkv::Slab>(m, "Slab")
-        .def("__init__",
-             [](lmkv::Slab* self, std::int64_t nbytes, bool huge) {
-                 if (nbytes <= 0) bad_value("nbytes must be positive");
-                 new (self) lmkv::Slab(static_cast<std::size_t>(nbytes), huge);
-             },
-             "nbytes"_a, "huge"_a = true)
-        .def_prop_ro("address", [](const lmkv::Slab& s) { return reinterpret_cast<std::intptr_t>(s.base()); })
+        .def(
+            "__init__",
+            [](lmkv::Slab* self, std::int64_t nbytes, bool huge) {
+                if (nbytes <= 0) bad_value("nbytes must be positive");
+                new (self) lmkv::Slab(static_cast<std::size_t>(nbytes), huge);
+            },
+            "nbytes"_a, "huge"_a = true)
+        .def_prop_ro("address",
+                     [](const lmkv::Slab& s) { return reinterpret_cast<std::intptr_t>(s.base()); })
         .def_prop_ro("nbytes", &lmkv::Slab::nbytes)
         .def("touch", touch, "start"_a, "stop"_a)
         .def("close", [](lmkv::Slab& s) {
@@ -369,21 +386,21 @@ NB_MODULE(_native, m) {
         .def("__init__", make_plan, "planes"_a, "payload_bytes"_a)
         .def_prop_ro("planes", &lmkv::CopyPlan::planes)
         .def_prop_ro("bytes_per_page", &lmkv::CopyPlan::bytes_per_page);
-    m.def("copy_pages", copy_pages, "plan"_a, "gather"_a, "slots"_a, "page_ids"_a, "starts"_a, "first"_a,
-          "threads"_a = 1, "stream_bytes"_a = 4 << 20);
+    m.def("copy_pages", copy_pages, "plan"_a, "gather"_a, "slots"_a, "page_ids"_a, "starts"_a,
+          "first"_a, "threads"_a = 1, "stream_bytes"_a = 4 << 20);
 
     m.def("tokens_u32", tokens_u32, "tokens"_a);
     m.def("blake3", blake3, "data"_a, "key"_a = nb::none());
     m.def("leaf_digests", leaf_digests, nb::arg("tokens").noconvert(), "chunk_tokens"_a);
-    m.def("chain_digests", chain_digests, nb::arg("tokens").noconvert(), "chunk_tokens"_a, "key"_a, "prev"_a,
-          "extras"_a = nb::none());
+    m.def("chain_digests", chain_digests, nb::arg("tokens").noconvert(), "chunk_tokens"_a, "key"_a,
+          "prev"_a, "extras"_a = nb::none());
     m.def("xxh3_64", xxh3_64, "data"_a);
     m.def("checksums", checksums, "address"_a, "offsets"_a, "lengths"_a);
 
-    m.def("read_file", read_file, "path"_a, "address"_a, "capacity"_a, "direct"_a, "extent"_a = 4 << 20,
-          "threads"_a = 4);
-    m.def("write_file", write_file, "tmp"_a, "path"_a, "address"_a, "nbytes"_a, "direct"_a, "fsync"_a,
+    m.def("read_file", read_file, "path"_a, "address"_a, "capacity"_a, "direct"_a,
           "extent"_a = 4 << 20, "threads"_a = 4);
+    m.def("write_file", write_file, "tmp"_a, "path"_a, "address"_a, "nbytes"_a, "direct"_a,
+          "fsync"_a, "extent"_a = 4 << 20, "threads"_a = 4);
     m.def("list_dir", list_dir, "path"_a);
 
     m.def("cpu_features", cpu_features);

@@ -53,8 +53,10 @@ void run_lanes(LaneWork work, std::size_t lanes) {
     const Simd level = simd();
     std::size_t width = 4;
 #if defined(__x86_64__)
-    if (level == Simd::avx512 && lanes > 8) width = 16;
-    else if (level >= Simd::avx2 && lanes > 4) width = 8;
+    if (level == Simd::avx512 && lanes > 8)
+        width = 16;
+    else if (level >= Simd::avx2 && lanes > 4)
+        width = 8;
 #else
     (void)level;
 #endif
@@ -66,8 +68,10 @@ void run_lanes(LaneWork work, std::size_t lanes) {
         work.counter = all.counter + base * all.counter_step;
         work.out = here == width ? out + base * kDigestBytes : filled;
 #if defined(__x86_64__)
-        if (width == 16) blake3_lanes_x16(work);
-        else if (width == 8) blake3_lanes_x8(work);
+        if (width == 16)
+            blake3_lanes_x16(work);
+        else if (width == 8)
+            blake3_lanes_x8(work);
         else
 #endif
             blake3_lanes_x4(work);
@@ -80,16 +84,18 @@ std::size_t left_bytes(std::size_t n) {
 }
 
 // Joins pairs of neighbouring subtrees, `lanes` trees side by side.
-void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes, const std::uint32_t* key,
-             std::uint32_t flags, std::uint8_t* out) {
+void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes,
+             const std::uint32_t* key, std::uint32_t flags, std::uint8_t* out) {
     LaneWork work{{}, kBlockBytes, key, 0, 0, flags | kParent, 0, 0, out};
     for (std::size_t i = 0; i < lanes; ++i) work.in[i] = pairs[i];
     run_lanes(work, lanes);
 }
 
-// The chaining values out[lanes][32] of the subtrees over in[lane][0, n), which starts at chunk `counter`.
-void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes, const std::uint32_t* key,
-              std::uint64_t counter, std::uint32_t flags, std::uint32_t root, std::uint8_t* out) {
+// The chaining values out[lanes][32] of the subtrees over in[lane][0, n), which starts at chunk
+// `counter`.
+void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes,
+              const std::uint32_t* key, std::uint64_t counter, std::uint32_t flags,
+              std::uint32_t root, std::uint8_t* out) {
     if (n <= kChunkBytes) {
         LaneWork work{{}, n, key, counter, 0, flags, kChunkStart, kChunkEnd | root, out};
         std::copy(in, in + lanes, work.in);

@@ -1,5 +1,6 @@
-// What the scalar and the vector BLAKE3 share. Included by files compiled for a higher instruction set:
-// nothing here may be an ordinary inline function, or its vectorised copy could be linked everywhere.
+// What the scalar and the vector BLAKE3 share. Included by files compiled for a higher instruction
+// set: nothing here may be an ordinary inline function, or its vectorised copy could be linked
+// everywhere.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,8 @@ inline constexpr std::size_t kBlockBytes = 64, kChunkBytes = 1024;
 inline constexpr std::uint32_t kIv[8] = {0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A,
                                          0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
 
-// kOrder[r][i]: which word of the block round r takes at place i (the paper's permutation, r times).
+// kOrder[r][i]: which word of the block round r takes at place i (the paper's permutation, r
+// times).
 struct Order {
     std::uint8_t word[7][16];
 };
@@ -40,7 +42,8 @@ __attribute__((always_inline)) inline void mix(Word* v, const Word* m) {
     for (int r = 0; r < 7; ++r) {
 #pragma GCC unroll 8
         for (int q = 0; q < 8; ++q) {
-            Word &a = v[kQuarter[q][0]], &b = v[kQuarter[q][1]], &c = v[kQuarter[q][2]], &d = v[kQuarter[q][3]];
+            Word &a = v[kQuarter[q][0]], &b = v[kQuarter[q][1]], &c = v[kQuarter[q][2]],
+                 &d = v[kQuarter[q][3]];
             a += b + m[kOrder.word[r][2 * q]];
             d = Rotate::template by<16>(d ^ a);
             c += d;

@@ -26,13 +26,15 @@ std::int64_t times(std::int64_t a, std::int64_t b) {
     return product;
 }
 
-// Whether the outer stride goes on where n inner strides end (a wrapped product matches no valid stride).
+// Whether the outer stride goes on where n inner strides end (a wrapped product matches no valid
+// stride).
 bool continues(std::int64_t outer, std::int64_t n, std::int64_t inner) {
     return static_cast<std::uint64_t>(outer) ==
            static_cast<std::uint64_t>(n) * static_cast<std::uint64_t>(inner);
 }
 
-// Drops dimensions of one and joins those that continue each other, so that fewer, longer runs are left.
+// Drops dimensions of one and joins those that continue each other, so that fewer, longer runs are
+// left.
 void simplify(Plane& p) {
     for (;;) {
         if (p.n1 == 1 && p.n0 > 1) {
@@ -79,7 +81,8 @@ struct Move {
         src1 = gather ? p.engine_stride1 : p.payload_stride1;
         constexpr auto line = static_cast<std::ptrdiff_t>(kLineBytes);
         lines = run % line == 0 && dst0 % line == 0 && dst1 % line == 0;
-        // Whole lines go around the cache in any order, so read in order; else fill the written lines.
+        // Whole lines go around the cache in any order, so read in order; else fill the written
+        // lines.
         if (n0 > 1 && (lines ? std::abs(src0) < std::abs(src1) : std::abs(dst0) < std::abs(dst1))) {
             std::swap(n0, n1);
             std::swap(dst0, dst1);
@@ -98,8 +101,10 @@ struct Move {
                 continue;
             }
             for (std::ptrdiff_t b = 0; b < n1; ++b) {
-                if (stream && n >= kSplitBytes) stream_copy(dst + b * dst1, src + b * src1, n);
-                else std::memcpy(dst + b * dst1, src + b * src1, n);
+                if (stream && n >= kSplitBytes)
+                    stream_copy(dst + b * dst1, src + b * src1, n);
+                else
+                    std::memcpy(dst + b * dst1, src + b * src1, n);
             }
         }
     }
@@ -130,19 +135,25 @@ CopyPlan::CopyPlan(const Plane* planes, std::size_t count, std::int64_t payload_
         try {
             const std::int64_t e0 = times(p.n0 - 1, p.engine_stride0);
             const std::int64_t e1 = times(p.n1 - 1, p.engine_stride1);
-            const std::int64_t low = add(std::min<std::int64_t>(e0, 0), std::min<std::int64_t>(e1, 0));
-            const std::int64_t high = add(std::max<std::int64_t>(e0, 0), std::max<std::int64_t>(e1, 0));
+            const std::int64_t low =
+                add(std::min<std::int64_t>(e0, 0), std::min<std::int64_t>(e1, 0));
+            const std::int64_t high =
+                add(std::max<std::int64_t>(e0, 0), std::max<std::int64_t>(e1, 0));
             if (add(p.engine_base, low) <= 0) refuse("plane", i, "an engine address is negative");
             const std::int64_t room = INT64_MAX - add(add(p.engine_base, high), p.run);
             if (p.page_stride != 0) {
                 const std::int64_t most = p.page_stride > 0 ? room : p.engine_base + low - 1;
-                max_page_ = std::min(max_page_, most / (p.page_stride > 0 ? p.page_stride : times(p.page_stride, -1)));
+                max_page_ =
+                    std::min(max_page_,
+                             most / (p.page_stride > 0 ? p.page_stride : times(p.page_stride, -1)));
             }
             const std::int64_t end = add(
-                add(p.payload_offset, add(times(p.n0 - 1, p.payload_stride0), times(p.n1 - 1, p.payload_stride1))),
+                add(p.payload_offset,
+                    add(times(p.n0 - 1, p.payload_stride0), times(p.n1 - 1, p.payload_stride1))),
                 p.run);
             if (end > payload_bytes) refuse("plane", i, "a page does not fit into payload_bytes");
-            const std::int64_t most = p.payload_page_stride ? (payload_bytes - end) / p.payload_page_stride : 0;
+            const std::int64_t most =
+                p.payload_page_stride ? (payload_bytes - end) / p.payload_page_stride : 0;
             max_position_ = std::min(max_position_, most);
             bytes_per_page_ = add(bytes_per_page_, times(p.run, times(p.n0, p.n1)));
         } catch (const std::overflow_error&) {
@@ -157,7 +168,8 @@ void CopyPlan::check(const Chunks& c) const {
     if (c.starts[0] < 0) throw std::invalid_argument("starts must not be negative");
     for (std::size_t i = 0; i < c.count; ++i) {
         const std::int64_t begin = c.starts[i], end = c.starts[i + 1], first = c.first[i];
-        if (begin > end || end > pages) refuse("chunk", i, "starts must rise and stay inside page_ids");
+        if (begin > end || end > pages)
+            refuse("chunk", i, "starts must rise and stay inside page_ids");
         if (first < 0 || (end > begin && first > max_position_ - (end - begin - 1)))
             refuse("chunk", i, "a page position lies outside the payload");
         if (c.slots[i] <= 0) refuse("chunk", i, "the slot is not an address");
@@ -173,14 +185,16 @@ void CopyPlan::run(const Chunks& c, bool gather, int threads, std::int64_t strea
     for (std::size_t chunk = 0; chunk < c.count; ++chunk) {
         for (std::size_t plane = 0; plane < planes_.size(); ++plane) {
             const Plane& p = planes_[plane];
-            const std::int64_t bytes = p.run * p.n0 * p.n1, step = std::max<std::int64_t>(1, kItemBytes / bytes);
+            const std::int64_t bytes = p.run * p.n0 * p.n1,
+                               step = std::max<std::int64_t>(1, kItemBytes / bytes);
             for (std::int64_t at = c.starts[chunk]; at < c.starts[chunk + 1]; at += step)
                 items.push_back({chunk, plane, at, std::min(at + step, c.starts[chunk + 1])});
         }
         total += (c.starts[chunk + 1] - c.starts[chunk]) * bytes_per_page_;
     }
     const bool stream = total >= stream_bytes;
-    copy_pool().run(items.size(), threads, [&](std::size_t i) { run_item(items[i], c, gather, stream); });
+    copy_pool().run(items.size(), threads,
+                    [&](std::size_t i) { run_item(items[i], c, gather, stream); });
 }
 
 void CopyPlan::run_item(const Item& item, const Chunks& c, bool gather, bool stream) const {
@@ -204,7 +218,9 @@ void CopyPlan::run_item(const Item& item, const Chunks& c, bool gather, bool str
             continue;
         }
         const bool jumps = gather && move.single() && k + kPagesAhead < item.end;
-        move.page(dst, src, jumps ? engine + c.page_ids[k + kPagesAhead] * plane.page_stride : nullptr, stream);
+        move.page(dst, src,
+                  jumps ? engine + c.page_ids[k + kPagesAhead] * plane.page_stride : nullptr,
+                  stream);
     }
     if (stream) stream_fence();
 }

@@ -10,7 +10,8 @@ namespace lmkv {
 
 // One layer (or its K, or its V) of a group. Page p at chunk position j copies, for a < n0, b < n1,
 // `run` bytes between  engine_base + p*page_stride + a*engine_stride0 + b*engine_stride1
-//                 and  slot + payload_offset + j*payload_page_stride + a*payload_stride0 + b*payload_stride1.
+//                 and  slot + payload_offset + j*payload_page_stride + a*payload_stride0 +
+//                 b*payload_stride1.
 struct Plane {
     std::int64_t engine_base, payload_offset, page_stride, payload_page_stride, run;
     std::int64_t n0, engine_stride0, payload_stride0;
@@ -21,14 +22,14 @@ static_assert(sizeof(Plane) == kPlaneFields * sizeof(std::int64_t));
 
 class CopyPlan {
   public:
-    // Copies and simplifies the planes. Throws std::invalid_argument naming the plane when a count is
-    // not positive, a payload run leaves [0, payload_bytes) or an engine address overflows.
+    // Copies and simplifies the planes. Throws std::invalid_argument naming the plane when a count
+    // is not positive, a payload run leaves [0, payload_bytes) or an engine address overflows.
     CopyPlan(const Plane* planes, std::size_t count, std::int64_t payload_bytes);
 
     struct Chunks {
-        const std::int64_t* slots;     // [count] addresses of the payloads' containers
-        const std::int64_t* first;     // [count] chunk position of each chunk's first page
-        const std::int64_t* starts;    // [count + 1] into page_ids
+        const std::int64_t* slots;   // [count] addresses of the payloads' containers
+        const std::int64_t* first;   // [count] chunk position of each chunk's first page
+        const std::int64_t* starts;  // [count + 1] into page_ids
         std::size_t count;
         const std::int64_t* page_ids;  // [pages]
         std::size_t pages;
@@ -49,8 +50,9 @@ class CopyPlan {
 
     std::vector<Plane> planes_;
     std::int64_t bytes_per_page_ = 0;
-    std::int64_t max_position_ = INT64_MAX;  // every plane's run stays inside the payload up to here
-    std::int64_t max_page_ = INT64_MAX;      // and no engine address overflows
+    std::int64_t max_position_ =
+        INT64_MAX;                       // every plane's run stays inside the payload up to here
+    std::int64_t max_page_ = INT64_MAX;  // and no engine address overflows
 };
 
 }  // namespace lmkv

@@ -32,9 +32,12 @@ void limit_simd(Simd level) {
 
 const char* simd_name(Simd level) {
     switch (level) {
-        case Simd::avx512: return "avx512";
-        case Simd::avx2: return "avx2";
-        default: return "portable";
+        case Simd::avx512:
+            return "avx512";
+        case Simd::avx2:
+            return "avx2";
+        default:
+            return "portable";
     }
 }
 

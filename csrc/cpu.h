@@ -1,5 +1,5 @@
-// Which vector instructions this machine has. Every fast path is picked at run time, so that one wheel
-// runs on any x86-64; other architectures take the portable code.
+// Which vector instructions this machine has. Every fast path is picked at run time, so that one
+// wheel runs on any x86-64; other architectures take the portable code.
 #pragma once
 
 namespace lmkv {

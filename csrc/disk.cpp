@@ -44,7 +44,8 @@ int open_retry(const char* path, int flags, mode_t mode = 0) {
     return fd;
 }
 
-// Calls move(at, bytes) -> ssize_t over [0, nbytes) in extents, several in flight. 0 or the first -errno.
+// Calls move(at, bytes) -> ssize_t over [0, nbytes) in extents, several in flight. 0 or the first
+// -errno.
 template <typename Move>
 int in_extents(std::size_t nbytes, const IoSettings& settings, const Move& move) {
     std::atomic<int> failed{0};
@@ -76,7 +77,8 @@ int sync_folder_of(const char* path) {
 
 }  // namespace
 
-std::int64_t read_file(const char* path, char* into, std::size_t capacity, const IoSettings& settings) {
+std::int64_t read_file(const char* path, char* into, std::size_t capacity,
+                       const IoSettings& settings) {
     const int flags = O_RDONLY | (settings.direct ? O_DIRECT : 0);
     int opened = open_retry(path, flags | O_NOATIME);
     if (opened < 0 && errno == EPERM) opened = open_retry(path, flags);

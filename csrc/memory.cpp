@@ -17,8 +17,8 @@ namespace {
 
 constexpr std::size_t kHuge = 2 << 20, kTouchStep = 16 << 20;
 
-// Where the kernel cannot populate (before 5.14): a compare-and-swap of 0 by 0 writes without changing,
-// and unlike an atomic `or 0` no compiler may turn it into a load.
+// Where the kernel cannot populate (before 5.14): a compare-and-swap of 0 by 0 writes without
+// changing, and unlike an atomic `or 0` no compiler may turn it into a load.
 void touch_by_hand(char* begin, char* end) {
     const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     for (char* p = begin; p < end; p += page) {
@@ -69,9 +69,12 @@ int Slab::touch(std::size_t start, std::size_t stop) {
         if (closed_.load()) {
             result = -EBADF;
         } else if (madvise(base_ + at, end - at, MADV_POPULATE_WRITE) != 0) {
-            if (errno == EINVAL) touch_by_hand(base_ + at, base_ + end);
-            else if (errno != EINTR) result = -errno;
-            else at -= kTouchStep;
+            if (errno == EINVAL)
+                touch_by_hand(base_ + at, base_ + end);
+            else if (errno != EINTR)
+                result = -errno;
+            else
+                at -= kTouchStep;
         }
     }
     leave();

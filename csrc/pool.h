@@ -16,7 +16,8 @@ class Pool {
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    // Calls body(i) once for every i in [0, items), on at most `threads` threads; body must not throw.
+    // Calls body(i) once for every i in [0, items), on at most `threads` threads; body must not
+    // throw.
     template <typename Body>
     void run(std::size_t items, int threads, Body&& body) {
         using Plain = std::remove_reference_t<Body>;

@@ -46,25 +46,26 @@ LMKV_TARGET("sse2") inline void copy_line_sse2(char* dst, const char* src) {
 }
 
 // A macro, because a function of a higher instruction set cannot be inlined into a common template.
-#define LMKV_VARIANT(name, isa)                                                                    \
-    template <std::size_t S>                                                                       \
-    LMKV_TARGET(isa)                                                                               \
-    void lines_##name(char* dst, const char* src, std::size_t lines, std::size_t apart) {          \
-        for (std::size_t at = 0; at < lines * kLineBytes; at += kLineBytes)                        \
-            for (std::size_t s = 0; s < S; ++s)                                                    \
-                copy_line_##name(dst + s * apart + at, src + s * apart + at);                      \
-    }                                                                                              \
-    LMKV_TARGET(isa)                                                                               \
-    void rows_##name(char* dst, std::ptrdiff_t dst_stride, const char* src,                        \
-                     std::ptrdiff_t src_stride, std::size_t run, std::size_t count,                \
-                     const char* ahead) {                                                          \
-        for (; count; --count, dst += dst_stride, src += src_stride)                               \
-            for (std::size_t at = 0; at < run; at += kLineBytes) {                                 \
-                if (ahead) _mm_prefetch(ahead + at, _MM_HINT_T0);                                  \
-                copy_line_##name(dst + at, src + at);                                              \
-            }                                                                                      \
-    }                                                                                              \
-    constexpr Variant variant_##name{{lines_##name<1>, lines_##name<2>, lines_##name<4>}, rows_##name};
+#define LMKV_VARIANT(name, isa)                                                           \
+    template <std::size_t S>                                                              \
+    LMKV_TARGET(isa)                                                                      \
+    void lines_##name(char* dst, const char* src, std::size_t lines, std::size_t apart) { \
+        for (std::size_t at = 0; at < lines * kLineBytes; at += kLineBytes)               \
+            for (std::size_t s = 0; s < S; ++s)                                           \
+                copy_line_##name(dst + s * apart + at, src + s * apart + at);             \
+    }                                                                                     \
+    LMKV_TARGET(isa)                                                                      \
+    void rows_##name(char* dst, std::ptrdiff_t dst_stride, const char* src,               \
+                     std::ptrdiff_t src_stride, std::size_t run, std::size_t count,       \
+                     const char* ahead) {                                                 \
+        for (; count; --count, dst += dst_stride, src += src_stride)                      \
+            for (std::size_t at = 0; at < run; at += kLineBytes) {                        \
+                if (ahead) _mm_prefetch(ahead + at, _MM_HINT_T0);                         \
+                copy_line_##name(dst + at, src + at);                                     \
+            }                                                                             \
+    }                                                                                     \
+    constexpr Variant variant_##name{{lines_##name<1>, lines_##name<2>, lines_##name<4>}, \
+                                     rows_##name};
 
 LMKV_VARIANT(avx512, "avx512f")
 LMKV_VARIANT(avx2, "avx2")
@@ -72,7 +73,9 @@ LMKV_VARIANT(sse2, "sse2")
 
 const Variant& variant() {
     const Simd level = simd();
-    return level == Simd::avx512 ? variant_avx512 : level == Simd::avx2 ? variant_avx2 : variant_sse2;
+    return level == Simd::avx512 ? variant_avx512
+           : level == Simd::avx2 ? variant_avx2
+                                 : variant_sse2;
 }
 
 #else
@@ -93,8 +96,9 @@ const Variant& variant() {
 
 #endif
 
-// How many streams are fastest differs by a factor of three between CPUs. The first large copies of the
-// process therefore try each number in turn, on the caller's own data, and the best median stays.
+// How many streams are fastest differs by a factor of three between CPUs. The first large copies of
+// the process therefore try each number in turn, on the caller's own data, and the best median
+// stays.
 constexpr int kChoices = 3, kSamples = 21, kTickets = kChoices * kSamples;
 constexpr int kUntilChosen = 1;  // two streams are at least good everywhere
 std::atomic<int> chosen{-1}, tickets{0}, recorded{0};
@@ -108,7 +112,8 @@ void choose() {
         std::nth_element(samples.begin(), samples.begin() + kSamples / 2, samples.end());
         medians[c] = samples[kSamples / 2];
     }
-    chosen.store(static_cast<int>(std::min_element(medians.begin(), medians.end()) - medians.begin()));
+    chosen.store(
+        static_cast<int>(std::min_element(medians.begin(), medians.end()) - medians.begin()));
 }
 
 void copy_lines(char* dst, const char* src, std::size_t n, int choice) {
@@ -119,12 +124,14 @@ void copy_lines(char* dst, const char* src, std::size_t n, int choice) {
 }
 
 void measured_copy(char* dst, const char* src, std::size_t n) {
-    const int ticket = tickets.load(std::memory_order_relaxed) < kTickets ? tickets.fetch_add(1) : kTickets;
+    const int ticket =
+        tickets.load(std::memory_order_relaxed) < kTickets ? tickets.fetch_add(1) : kTickets;
     if (ticket >= kTickets) return copy_lines(dst, src, n, kUntilChosen);
     const auto start = std::chrono::steady_clock::now();
     copy_lines(dst, src, n, ticket % kChoices);
     const std::chrono::duration<float> took = std::chrono::steady_clock::now() - start;
-    cost[ticket % kChoices][ticket / kChoices].store(took.count() / static_cast<float>(n), std::memory_order_relaxed);
+    cost[ticket % kChoices][ticket / kChoices].store(took.count() / static_cast<float>(n),
+                                                     std::memory_order_relaxed);
     if (recorded.fetch_add(1) + 1 == kTickets) choose();
 }
 
@@ -135,9 +142,12 @@ void stream_copy(char* dst, const char* src, std::size_t n) {
     std::memcpy(dst, src, head);
     dst += head, src += head, n -= head;
     const int choice = chosen.load(std::memory_order_relaxed);
-    if (n < kSplitBytes || !variant().lines[kUntilChosen]) copy_lines(dst, src, n, 0);
-    else if (choice < 0) measured_copy(dst, src, n);
-    else copy_lines(dst, src, n, choice);
+    if (n < kSplitBytes || !variant().lines[kUntilChosen])
+        copy_lines(dst, src, n, 0);
+    else if (choice < 0)
+        measured_copy(dst, src, n);
+    else
+        copy_lines(dst, src, n, choice);
 }
 
 void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride,

@@ -1,4 +1,5 @@
-// Copies that go around the caches with non-temporal stores, for data too large to be read again soon.
+// Copies that go around the caches with non-temporal stores, for data too large to be read again
+// soon.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +10,13 @@ inline constexpr std::size_t kLineBytes = 64;
 // From here on a copy runs as several interleaved streams.
 inline constexpr std::size_t kSplitBytes = 8192;
 
-// Copies n bytes; any alignment, no overlap. Call stream_fence() before another thread may read dst.
+// Copies n bytes; any alignment, no overlap. Call stream_fence() before another thread may read
+// dst.
 void stream_copy(char* dst, const char* src, std::size_t n);
 
-// `count` rows of `run` bytes, dst_stride and src_stride apart; dst, its stride and run are multiples of
-// kLineBytes. `ahead` is where a later call will read: reading it early hides a jump of the source.
+// `count` rows of `run` bytes, dst_stride and src_stride apart; dst, its stride and run are
+// multiples of kLineBytes. `ahead` is where a later call will read: reading it early hides a jump
+// of the source.
 void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride,
                  std::size_t run, std::size_t count, const char* ahead);
 

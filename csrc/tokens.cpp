@@ -36,8 +36,9 @@ std::uint32_t slow_value(PyObject* item, std::size_t position) {
     nanobind::object number = nanobind::steal(PyNumber_Index(item));
     if (!number.is_valid()) {
         PyErr_Clear();
-        refuse(position, std::string("is not an integer but ") +
-                             nanobind::type_name(reinterpret_cast<PyObject*>(Py_TYPE(item))).c_str());
+        refuse(position,
+               std::string("is not an integer but ") +
+                   nanobind::type_name(reinterpret_cast<PyObject*>(Py_TYPE(item))).c_str());
     }
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
@@ -90,23 +91,46 @@ bool tokens_from_buffer(const char* format, const char* data, std::ptrdiff_t str
     if (standard || *format == '@') ++format;
     if (*format == '\0' || format[1] != '\0') return false;
     switch (*format) {
-        case 'b': convert<std::int8_t>(data, stride, n, out); return true;
-        case 'B': convert<std::uint8_t>(data, stride, n, out); return true;
-        case 'h': convert<std::int16_t>(data, stride, n, out); return true;
-        case 'H': convert<std::uint16_t>(data, stride, n, out); return true;
-        case 'i': convert<std::int32_t>(data, stride, n, out); return true;
-        case 'I': convert<std::uint32_t>(data, stride, n, out); return true;
+        case 'b':
+            convert<std::int8_t>(data, stride, n, out);
+            return true;
+        case 'B':
+            convert<std::uint8_t>(data, stride, n, out);
+            return true;
+        case 'h':
+            convert<std::int16_t>(data, stride, n, out);
+            return true;
+        case 'H':
+            convert<std::uint16_t>(data, stride, n, out);
+            return true;
+        case 'i':
+            convert<std::int32_t>(data, stride, n, out);
+            return true;
+        case 'I':
+            convert<std::uint32_t>(data, stride, n, out);
+            return true;
         case 'l':
-            if (standard) convert<std::int32_t>(data, stride, n, out);
-            else convert<long>(data, stride, n, out);
+            if (standard)
+                convert<std::int32_t>(data, stride, n, out);
+            else
+                convert<long>(data, stride, n, out);
             return true;
         case 'L':
-            if (standard) convert<std::uint32_t>(data, stride, n, out);
-            else convert<unsigned long>(data, stride, n, out);
+            if (standard)
+                convert<std::uint32_t>(data, stride, n, out);
+            else
+                convert<unsigned long>(data, stride, n, out);
             return true;
-        case 'q': case 'n': convert<std::int64_t>(data, stride, n, out); return true;
-        case 'Q': case 'N': convert<std::uint64_t>(data, stride, n, out); return true;
-        default: return false;
+        case 'q':
+        case 'n':
+            convert<std::int64_t>(data, stride, n, out);
+            return true;
+        case 'Q':
+        case 'N':
+            convert<std::uint64_t>(data, stride, n, out);
+            return true;
+        default:
+            return false;
     }
 }
 

@@ -12,8 +12,8 @@ namespace lmkv {
 // Throws nanobind::value_error naming the position of the first item that is none (bool included).
 void tokens_from_items(PyObject* sequence, std::size_t n, std::uint32_t* out);
 
-// Fills out[n] from n integers of struct-module format `format`, `stride` bytes apart. Throws the same;
-// false when the format is not a native integer one.
+// Fills out[n] from n integers of struct-module format `format`, `stride` bytes apart. Throws the
+// same; false when the format is not a native integer one.
 bool tokens_from_buffer(const char* format, const char* data, std::ptrdiff_t stride, std::size_t n,
                         std::uint32_t* out);
 

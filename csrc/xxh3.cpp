@@ -52,7 +52,9 @@ u64 read64(const u8* p) {
     return x;
 }
 
-u64 secret(std::size_t at) { return read64(kSecret + at); }
+u64 secret(std::size_t at) {
+    return read64(kSecret + at);
+}
 
 u64 fold(u64 a, u64 b) {
     const u128 product = static_cast<u128>(a) * b;
@@ -130,7 +132,9 @@ void consume_portable(u64* acc, const u8* p, std::size_t n) {
 
 #define LMKV_AVX2 __attribute__((target("avx2"), always_inline)) inline
 
-LMKV_AVX2 __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+LMKV_AVX2 __m256i load(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
 
 LMKV_AVX2 __m256i step(__m256i acc, const u8* stripe, std::size_t at) {
     const __m256i data = load(stripe), value = _mm256_xor_si256(data, load(kSecret + at));
@@ -140,7 +144,8 @@ LMKV_AVX2 __m256i step(__m256i acc, const u8* stripe, std::size_t at) {
 
 LMKV_AVX2 __m256i scramble(__m256i acc, std::size_t at) {
     const __m256i prime = _mm256_set1_epi64x(static_cast<long long>(kPrime32_1));
-    const __m256i x = _mm256_xor_si256(_mm256_xor_si256(acc, _mm256_srli_epi64(acc, 47)), load(kSecret + at));
+    const __m256i x =
+        _mm256_xor_si256(_mm256_xor_si256(acc, _mm256_srli_epi64(acc, 47)), load(kSecret + at));
     const __m256i high = _mm256_slli_epi64(_mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime), 32);
     return _mm256_add_epi64(_mm256_mul_epu32(x, prime), high);
 }
@@ -172,7 +177,8 @@ u64 large(const u8* p, std::size_t n) {
     u64 acc[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
                   kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
 #if defined(__x86_64__)
-    if (simd() >= Simd::avx2) consume_avx2(acc, p, n);
+    if (simd() >= Simd::avx2)
+        consume_avx2(acc, p, n);
     else
 #endif
         consume_portable(acc, p, n);

@@ -211,7 +211,7 @@ def parse(view: memoryview, key: ChunkKey | None = None) -> Header:
         raise BadContainer("flags", f"{flags:#x}")
     start, tokens, page_tokens, raw_mask, geometry, codec, level, profile, *rest = fields[7:]
     mask, pages = int.from_bytes(raw_mask, "little"), tokens // page_tokens if page_tokens else 0
-    if not pages or tokens % page_tokens or not 0 < mask < 1 << min(pages, MAX_PAGES + 1):
+    if not 0 < pages <= MAX_PAGES or tokens % page_tokens or not 0 < mask < 1 << pages:
         raise BadContainer("bounds", f"{tokens} tokens in pages of {page_tokens}, mask {mask:#x}")
     if not (_NAME.fullmatch(codec) and codec[0] and _NAME.fullmatch(profile)):
         raise BadContainer("codec", f"{codec!r} {profile!r}")
@@ -241,7 +241,7 @@ def _check_parts(parts: tuple[Part, ...], pages: int, raw_codec: bool, total: in
         if stored != raw and (raw_codec or flags):
             raise BadContainer("parts", f"{stored} raw bytes for {raw}")
         layer += layers
-        end = offset + (stored + PAGE - 1 & -PAGE)
+        end = offset + padded(stored)
     if end != total:
         raise BadContainer("bounds", f"parts end at {end} of {total}")
 

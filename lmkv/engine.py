@@ -36,6 +36,7 @@ from lmkv.writer import Tally
 
 Tokens = Sequence[int] | np.ndarray[Any, Any] | ChunkKeys
 ATTEMPTS = 3
+OWNER = "engine"
 
 
 class Engine:
@@ -127,8 +128,8 @@ class Engine:
 
         page_ids: per group, the ids of the pages that hold tokens from ``start`` (a multiple of the chunk) on, in
         order; -1 where a page is gone (a window has slid past it); a recurrent group has one id a chunk, -1 where the
-        engine kept no state. ttl: seconds. after: on a GPU, the event of the step that writes the pages. When this returns the pages may be reused; what was not taken is in the
-        handle, with its reason.
+        engine kept no state. ttl: seconds. after: on a GPU, the event of the step that writes the pages.
+        When this returns the pages may be reused; what was not taken is in the handle, with its reason.
         """
         keys = self.keys(tokens)
         if start % self.spec.chunk_tokens or not 0 <= start <= keys.chunks * self.spec.chunk_tokens:
@@ -159,7 +160,7 @@ class Engine:
             handle.drop("late", late)
         self.storage.write_through(held, tally)
         self.storage.touch(map(self.storage.index.find(self.scope.digest), keys.upto(keys.chunks)))
-        self.storage.evict_ahead()
+        self.storage.room.evict_ahead()
         self.counters.add("stored_chunks", handle.stored)
         self.counters.add("skipped_chunks", handle.skipped)
         self.counters.add("dropped_chunks", handle.dropped)
@@ -183,7 +184,7 @@ class Engine:
         held = []
         deadline = time.monotonic() + self.config.operation_timeout
         for n, key in enumerate(wanted):
-            got = self.storage.reserve(key, self.sizes[key.group], deadline)
+            got = self.storage.reserve(OWNER, key, self.sizes[key.group], deadline)
             if isinstance(got, Reservation):
                 reserved[key] = got
             elif got == "no slot":

@@ -13,7 +13,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -33,9 +33,9 @@ _KEY_TEXT = re.compile(
 )
 
 
-def encode(*fields: str | bytes) -> bytes:
-    """Fields as bytes that no other fields give: each after its length (u32 little-endian)."""
-    raw = [f.encode() if isinstance(f, str) else f for f in fields]
+def encode(*values: str | bytes) -> bytes:
+    """Values as bytes that no other values give: each after its length (u32 little-endian)."""
+    raw = [f.encode() if isinstance(f, str) else f for f in values]
     return b"".join(struct.pack("<I", len(f)) + f for f in raw)
 
 
@@ -66,12 +66,9 @@ class Scope:
         return _native.blake3(text)[:SCOPE_BYTES]
 
     def describe(self) -> str:
-        """The fields as lines of ``name: value``, the digest first; for people."""
-        lines = [("scope", self.digest.hex()), ("weights", self.weights), ("dtype", self.kv_dtype)]
-        lines += [("chunk tokens", str(self.chunk_tokens)), ("hash", self.hash)]
-        lines += [("epoch", self.epoch)] if self.epoch else []
-        lines += [("geometry", self.geometry), *sorted(self.extra)]
-        return "\n".join(f"{name}: {value}" for name, value in lines)
+        """The digest and the fields as lines of ``name: value``, for people."""
+        named = [f"{field.name}: {getattr(self, field.name)}" for field in fields(self)]
+        return "\n".join([f"scope: {self.digest.hex()}", *named])
 
 
 class ChunkKey(NamedTuple):

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Reservation:
-    """A slot being filled; invisible until committed. Its owner is whoever holds this object.
+    """A slot being filled by ``owner``; invisible until committed.
 
     generation: the slot's when it was reserved. pages: mask of the pages filled, 0 for all.
     """
 
+    owner: str
     key: ChunkKey
     slot: Slot
     nbytes: int

@@ -133,7 +133,7 @@ class Loader:
                 if not tier.breaker.allows():
                     reason = f"{tier.name} is failing"
                     continue
-                slot = self.storage.alloc(nbytes)
+                slot = self.storage.room.alloc(nbytes)
                 if slot is None:
                     return "no slot"
                 load = self._loads[wanted.key] = Load(wanted, tier, nbytes, slot)
@@ -181,7 +181,7 @@ class Loader:
             if header.expires and header.expires <= time.time():
                 raise BadContainer("expired")
             if header.codec != "raw":
-                raw = self.storage.alloc(header.raw_bytes)
+                raw = self.storage.room.alloc(header.raw_bytes)
                 if raw is None:
                     return "no slot"
                 load.slot, staging = raw, load.slot

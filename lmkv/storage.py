@@ -26,6 +26,7 @@ from lmkv.keys import ChunkKey, ChunkKeys
 from lmkv.leases import LeaseTable, Reservation
 from lmkv.loads import Loader, Ready, Wanted
 from lmkv.plan import Need, Plan, lookup
+from lmkv.room import Room
 from lmkv.stats import Stats
 from lmkv.tier import Tier
 from lmkv.workers import Workers
@@ -49,14 +50,15 @@ class StorageManager:
         self.index = Index(1 + len(self.tiers), policy(config.policy))
         self.lock = threading.RLock()
         self.leases = LeaseTable(self.arena.capacity // 2, self.lock)
+        self.room = Room(self)
         self.window = max((2 * tier.config.readers for tier in self.tiers), default=1)
         self.loader = Loader(self)
         self.writers = [Writer(tier, self) for tier in self.tiers]
         self.forked = self.closing = self.closed = False
         self._reservations: dict[ChunkKey, Reservation] = {}
-        self._chores = Workers("chores", 1)
+        self.chores = Workers("chores", 1)
         for tier in self.tiers:
-            threading.Thread(target=self._scan, args=(tier,), name=f"lmkv-{tier.name}-scan", daemon=True).start()
+            threading.Thread(target=self.scan, args=(tier,), name=f"lmkv-{tier.name}-scan", daemon=True).start()
         _STORAGES.add(self)
 
     @property
@@ -113,7 +115,7 @@ class StorageManager:
 
     # Writing.
 
-    def reserve(self, key: ChunkKey, nbytes: int, deadline: float) -> Reservation | str:
+    def reserve(self, owner: str, key: ChunkKey, nbytes: int, deadline: float) -> Reservation | str:
         """A slot to fill for ``key``; a string says why there is none (held, in flight, no slot)."""
         with self.lock:
             entry = self.index.get(key)
@@ -127,10 +129,10 @@ class StorageManager:
                     return "in flight"
                 before.void = True
                 self.stats.add("voided_reservations")
-            slot = self.alloc(nbytes)
+            slot = self.room.alloc(nbytes)
             if slot is None:
                 return "no slot"
-            reservation = Reservation(key, slot, nbytes, deadline, slot.generation)
+            reservation = Reservation(owner, key, slot, nbytes, deadline, slot.generation)
             self._reservations[key] = reservation
             return reservation
 
@@ -168,19 +170,20 @@ class StorageManager:
             with self.lock:
                 for key in keys:
                     entry = self.index.get(key)
-                    if entry is not None and writer.wants(entry, key) and (job := self._job(entry, key, tally)):
+                    if entry is not None and writer.wants(entry, key) and (job := self.job(entry, key, tally)):
                         jobs.append(job)
             if jobs:
                 writer.offer(jobs)
 
-    def _job(self, entry: Entry, key: ChunkKey, tally: Tally | None = None) -> Job | None:
+    def job(self, entry: Entry, key: ChunkKey, tally: Tally | None = None) -> Job | None:
+        """A write of one container in host memory, which it holds."""
         slot = self.cpu.hold(key)
         return None if slot is None else Job(entry, key, slot, entry.sizes[0, part_bit(key.group, key.shard)], tally)
 
     def written(self, tier: Tier, job: Job, nbytes: int, expires: int, result: Result) -> str:
         """Account for one write; returns its outcome. A chunk cleared meanwhile is taken out again."""
         with self.lock:
-            tier.room.pending -= nbytes
+            tier.pending -= nbytes
             if result.status is Status.OK and job.entry.alive:
                 pages = (job.entry.pages or {}).get(part_bit(job.key.group, job.key.shard), 0)
                 self.index.add(job.key, tier.number, nbytes, pages=pages, expires=expires)
@@ -189,115 +192,25 @@ class StorageManager:
             tier.backend.delete([job.key])
             return "cleared"
         if result.status is Status.FULL:
-            self._shrink(tier, nbytes)
+            self.room.shrink(tier, 2 * nbytes)
         return f"failed ({result.status.value})"
 
-    # Room.
+    # Forgetting.
 
-    def alloc(self, nbytes: int) -> Slot | None:
-        """A slot, evicting from host memory as needed; None when everything left is in use."""
-        with self.lock:
-            slot = self.arena.alloc(nbytes)
-            if slot is not None:
-                return slot
-            self.leases.expire()
-            for entry in self.index.victims(0, self._busy):
-                if self._must_write_first(entry):
-                    continue
-                self._evict_host(entry)
-                slot = self.arena.alloc(nbytes)
-                if slot is not None:
-                    return slot
-            return None
-
-    def _busy(self, entry: Entry) -> bool:
-        return any(self.cpu.busy(key) for key in entry.keys(0))
-
-    def _evict_host(self, entry: Entry) -> None:
-        for key in entry.keys(0):
-            self.cpu.pop(key)
-        self.index.remove(entry, 0)
-        self.stats.add("evicted_chunks")
-
-    def _must_write_first(self, entry: Entry) -> bool:
-        """Queue a victim for the tiers that take chunks on eviction; it can leave once they have it."""
-        waiting = False
-        for tier, writer in zip(self.tiers, self.writers, strict=True):
-            if tier.config.admission != "on_eviction" or tier.breaker.open:
-                continue
-            for key in entry.keys(0):
-                if not entry.masks[tier.number] & part_bit(key.group, key.shard) and (job := self._job(entry, key)):
-                    waiting = bool(writer.offer([job])) or waiting
-        return waiting
-
-    def evict_ahead(self) -> None:
-        """With less than an eighth of host memory free, start writing the next victims of on-eviction tiers."""
-        if all(tier.config.admission != "on_eviction" for tier in self.tiers):
-            return
-        with self.lock:
-            if self.arena.capacity - self.arena.used < self.arena.capacity // 8:
-                for count, entry in enumerate(self.index.victims(0, self._busy)):
-                    self._must_write_first(entry)
-                    if count >= 8:
-                        break
-
-    def make_room(self, tier: Tier, nbytes: int) -> bool:
-        """Promise ``nbytes`` of a tier's budget to a write, evicting leaves first. False: nothing more can leave."""
-        tier.scanned.wait()
-        if tier.rescan_due():
-            self._chores.submit(self._scan, tier)
-        with self.lock:
-            victims = self._victims(tier, nbytes)
-            fits = tier.evicts_elsewhere or self._over(tier, nbytes) <= 0
-            tier.room.pending += nbytes if fits else 0
-        self._delete(tier, victims)
-        return fits
-
-    def _over(self, tier: Tier, nbytes: int) -> int:
-        if tier.budget is None:
-            return 0
-        return self.index.used[tier.number] + tier.room.pending + nbytes - tier.budget
-
-    def _victims(self, tier: Tier, nbytes: int) -> list[ChunkKey]:
-        """Take leaves out of the index until ``nbytes`` more fit; returns the keys to delete."""
-        if tier.evicts_elsewhere or self._over(tier, nbytes) <= 0:
-            return []
-        self.leases.expire()
-        keys: list[ChunkKey] = []
-        for entry in self.index.victims(tier.number, lambda _: False):
-            keys += entry.keys(tier.number)
-            self.index.remove(entry, tier.number)
-            self.stats.add(f"{tier.name}.evicted_chunks")
-            if self._over(tier, nbytes) <= 0:
-                break
-        return keys
-
-    def _shrink(self, tier: Tier, nbytes: int) -> None:
-        """The medium is fuller than the budget says: make room for the next write."""
-        with self.lock:
-            used, victims = self.index.used[tier.number], []
-            for entry in self.index.victims(tier.number, lambda _: False):
-                if self.index.used[tier.number] <= used - 2 * nbytes:
-                    break
-                victims += entry.keys(tier.number)
-                self.index.remove(entry, tier.number)
-        self._delete(tier, victims)
-
-    def _delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
+    def delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
+        """Delete from a lower tier what the index has forgotten already."""
         if keys:
             try:
                 tier.backend.delete(keys)
             except Exception:
                 self.stats.add(f"{tier.name}.delete.failed", len(keys))
 
-    # Forgetting.
-
     def forget(self, entry: Entry, tier: Tier, key: ChunkKey, *, delete: bool) -> None:
         """A tier turned out not to hold a good copy of one part."""
         with self.lock:
             self.index.remove(entry, tier.number, part_bit(key.group, key.shard))
         if delete:
-            self._delete(tier, [key])
+            self.delete(tier, [key])
 
     def promote(self, entry: Entry, key: ChunkKey, slot: Slot, header: chunk.Header) -> None:
         """Keep a loaded container in host memory, unless its chunk was cleared meanwhile."""
@@ -327,7 +240,7 @@ class StorageManager:
         with self.lock:
             self.stats.add("expired_chunks", len(entries))
             doomed = self._take_out(entries, None)
-        self._chores.submit(self._delete_all, doomed)
+        self.chores.submit(self._delete_all, doomed)
 
     def _take_out(self, entries: Iterable[Entry], tier: int | None) -> dict[int, list[ChunkKey]]:
         """Remove chunks from the index and host memory; returns the keys to delete by lower tier."""
@@ -343,9 +256,9 @@ class StorageManager:
 
     def _delete_all(self, doomed: dict[int, list[ChunkKey]]) -> None:
         for number, keys in doomed.items():
-            self._delete(self.tiers[number - 1], keys)
+            self.delete(self.tiers[number - 1], keys)
 
-    def _scan(self, tier: Tier) -> None:
+    def scan(self, tier: Tier) -> None:
         """Fill the index with what a tier already holds; then settle and enforce its budget."""
         try:
             for batch in tier.backend.scan():
@@ -356,9 +269,9 @@ class StorageManager:
             self.stats.add(f"{tier.name}.scan.failed")
             tier.breaker.note(False)
         with self.lock:
-            tier.settle(self.index.used[tier.number])
-            victims = self._victims(tier, 0)
-        self._delete(tier, victims)
+            if not tier.scanned.is_set():
+                tier.settle(self.index.used[tier.number])
+        self.room.shrink(tier, 0)
         tier.scanned.set()
 
     def _scanned(self, tier: Tier, batch: list[Found]) -> None:
@@ -414,7 +327,7 @@ class StorageManager:
         ended = [writer.close(deadline - 0.2 * timeout) for writer in self.writers]
         self.closed = True
         ended += [tier.readers.close(deadline) for tier in self.tiers]
-        clean = self._chores.close(deadline) and all(ended) and not self.loader.in_flight
+        clean = self.chores.close(deadline) and all(ended) and not self.loader.in_flight
         for tier in self.tiers:
             tier.backend.close()
         if clean:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lmkv import backends, codec
@@ -50,13 +49,6 @@ class Breaker:
                 self._retry_at = time.monotonic() + COOL_DOWN
 
 
-@dataclass
-class Room:
-    """Bytes promised to writes in flight, beside what the index counts as stored."""
-
-    pending: int = 0
-
-
 class Tier:
     """Number 0 is host memory and has no Tier; the first Tier is number 1, the fastest asked first."""
 
@@ -68,7 +60,7 @@ class Tier:
         self._free = self.backend.usage().free
         self.budget: int | None = None
         self.settle(0)
-        self.room = Room()
+        self.pending = 0  # bytes promised to writes in flight
         self.breaker = Breaker()
         self.readers = Workers(f"{name}-read", config.readers)
         self.scanned = threading.Event()

@@ -167,7 +167,7 @@ class Writer:
                     outcomes[i] = "cleared"
                     continue
                 data, header = self._body(job, staged)
-                if self.storage.make_room(self.tier, len(data)):
+                if self.storage.room.promise(self.tier, len(data)):
                     writes.append((i, Write(job.key, data), header.expires))
                 else:
                     outcomes[i] = "dropped"

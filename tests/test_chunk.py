@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,9 @@ def headers(draw: st.DrawFn) -> Header:
         parts.append(Part(layer, layers, int(as_is), at, stored, raw, draw(st.integers(0, 2**64 - 1))))
         layer, at = layer + layers, parts[-1].stop
     page_tokens = draw(st.integers(1, 2**24 - 1))
-    key = ChunkKey(
-        *(draw(st.binary(min_size=n, max_size=n)) for n in (16, 8, 32, 8)),
-        *(draw(st.integers(0, top)) for top in (2**32 - 1, 2**16 - 1, 2**16 - 1)),
-    )
+    sizes, tops = (16, 8, 32, 8), (2**32 - 1, 2**16 - 1, 2**16 - 1)
+    fields = [draw(st.binary(min_size=n, max_size=n)) for n in sizes]
+    key = ChunkKey._make([*fields, *(draw(st.integers(0, top)) for top in tops)])
     u64 = st.integers(0, 2**64 - 1)
     return Header(
         key, draw(u64), pages * page_tokens, page_tokens, draw(st.integers(1, 2**pages - 1)),
@@ -222,7 +222,7 @@ def test_parts_are_whole_layers_of_a_mib_or_more(name: str, group: int, parts: i
     assert all(part.raw == part.layers * spec.chunk_bytes(group) // layers for part in layout)
     if len(layout) < layers:
         assert len(layout) == 64 or min(part.raw for part in layout) >= 1 << 20
-    for one, other in zip(layout, layout[1:], strict=False):
+    for one, other in pairwise(layout):
         assert other.first_layer == one.first_layer + one.layers
         assert other.offset == one.stop
     assert all(part.offset % 4096 == 0 for part in layout)
@@ -297,7 +297,8 @@ def test_reasons_say_what_is_wrong() -> None:
     assert tampered(16, "<Q", 4096) == "bounds"
     assert tampered(104, "<I", 0) == "bounds"
     assert tampered(104, "<I", 255) == "bounds"
-    assert tampered(104, "<I", 0xFFFFFFF0) == "parts"
+    assert tampered(104, "<I", 0xFFFFFFF0) == "bounds"
+    assert tampered(104, "<I", 16 * 257) == "bounds"
     assert tampered(108, "<I", 0) == "bounds"
     assert tampered(112, "<I", 0) == "bounds"
     assert tampered(112, "<I", 0x10000) == "bounds"

@@ -131,9 +131,7 @@ def test_batch_operations_act_on_the_buffers():
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([0, 3]))
     following = ids[order]
-    assert torch.equal(
-        logits(model, following, ours, [55, 60]), logits(model, following, theirs, [55, 60])
-    )
+    assert torch.equal(logits(model, following, ours, [55, 60]), logits(model, following, theirs, [55, 60]))
 
 
 def test_reset_and_deepcopy():

@@ -147,13 +147,12 @@ def test_spec_without_groups_or_shards_is_refused() -> None:
 
 def test_geometry_changes_with_everything_that_changes_bytes() -> None:
     sliding = {"kind": Kind.SLIDING, "window": 64}
-    groups = [GROUP | sliding]
-    for change in (
-        {"kind": Kind.FULL, "window": 0}, {"layers": (0, 2)}, {"page_tokens": 32}, {"kv_heads": 4},
-        {"head_dim": 32}, {"head_dim_v": 32}, {"dtype": "float16"}, {"window": 65},
-        {"page_padding": 16},
-    ):  # fmt: skip
-        groups.append(GROUP | sliding | change)
+    changes: list[dict[str, Any]] = [
+        {}, {"kind": Kind.FULL, "window": 0}, {"layers": (0, 2)}, {"page_tokens": 32},
+        {"kv_heads": 4}, {"head_dim": 32}, {"head_dim_v": 32}, {"dtype": "float16"},
+        {"window": 65}, {"page_padding": 16},
+    ]  # fmt: skip
+    groups = [GROUP | sliding | change for change in changes]
     specs = [KVSpec((LayerGroup(**group),), 256) for group in groups]
     specs += [KVSpec(specs[0].groups, 128), KVSpec(specs[0].groups, 256, shards=2)]
     specs += [KVSpec(specs[0].groups * 2, 256)]

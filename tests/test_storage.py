@@ -129,12 +129,12 @@ def test_a_late_commit_is_refused_and_its_slot_returns(engine: Engine) -> None:
     storage = engine.storage
     key = engine.keys(TOKENS).key(0, engine.scope.digest)
     used = storage.arena.used
-    first = storage.reserve(key, CONTAINER, deadline=0.0)
-    second = storage.reserve(key, CONTAINER, deadline=1e12)
+    first = storage.reserve("test", key, CONTAINER, deadline=0.0)
+    second = storage.reserve("test", key, CONTAINER, deadline=1e12)
     assert isinstance(first, Reservation)
     assert isinstance(second, Reservation)
     assert first.slot is not second.slot
-    assert storage.reserve(key, CONTAINER, deadline=1e12) == "in flight"
+    assert storage.reserve("test", key, CONTAINER, deadline=1e12) == "in flight"
     assert storage.commit([first], 0, Tally()) == [False]
     storage.abort(first)
     storage.abort(second)

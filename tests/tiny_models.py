@@ -35,14 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {"num_key_value_heads": 1}),
     "mistral": ("MistralConfig", {"sliding_window": 40}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16},
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gpt_oss": ("GptOssConfig", {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -64,12 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-        },
+        {"num_experts": 4, "num_experts_per_tok": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
     ),
 }
 

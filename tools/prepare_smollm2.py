@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m-instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MARK = "prepared.json"  # written last: its presence and version say that the folder is complete
+MARK = ".complete"  # written last: its presence and version say that the folder is complete
 VERSION = 1
 CONTROL_TOKEN = 3  # gguf token type of tokens that text never encodes to
 
@@ -167,6 +167,7 @@ def prepare(folder: Path = DEFAULT_FOLDER, *, quiet: bool = False) -> Path:
     """Write the model folder unless it is complete already, and return it. The folder is built
     beside its place and renamed, so an interruption leaves nothing half done."""
     if is_prepared(folder):
+        (folder / MARK).touch()  # for make, which compares times
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     source = Source(find_gguf())

@@ -49,11 +49,7 @@ def allocate(nbytes: int, device: torch.device, pinned: bool = False) -> torch.T
 
 
 def carve(
-    shapes: Sequence[LayerShape | None],
-    batch: int,
-    capacity: int,
-    device: torch.device,
-    pinned: bool,
+    shapes: Sequence[LayerShape | None], batch: int, capacity: int, device: torch.device, pinned: bool
 ) -> list[Pair | None]:
     """Key and value buffers ``[batch, heads, capacity, dim]`` of each layer, in one allocation."""
     wanted = [
@@ -62,17 +58,12 @@ def carve(
         if shape is not None
         for dim in (shape.key_dim, shape.value_dim)
     ]
-    places = [
-        -(-math.prod(size) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for size, dtype in wanted
-    ]
+    places = [-(-math.prod(size) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for size, dtype in wanted]
     # tensors made under the caller's inference mode could not be written outside of it
     with torch.inference_mode(False):
         parts = allocate(sum(places), device, pinned).split(places)
         tensors = iter(
-            [
-                part.view(dtype)[: math.prod(size)].view(size)
-                for part, (size, dtype) in zip(parts, wanted, strict=True)
-            ]
+            [part.view(dtype)[: math.prod(size)].view(size) for part, (size, dtype) in zip(parts, wanted, strict=True)]
         )
     return [None if shape is None else (next(tensors), next(tensors)) for shape in shapes]
 
@@ -96,12 +87,7 @@ class Buffers:
     nothing is None."""
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape | None],
-        batch: int,
-        capacity: int,
-        device: torch.device,
-        staged: bool,
+        self, shapes: Sequence[LayerShape | None], batch: int, capacity: int, device: torch.device, staged: bool
     ) -> None:
         self.batch, self.capacity = batch, capacity
         self.layers = carve(shapes, batch, capacity, device, pinned=False)
@@ -137,12 +123,7 @@ class BufferPool:
     """Buffers that come back after use; the ``keep`` last ones stay. Thread-safe."""
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape | None],
-        step: int,
-        device: torch.device,
-        staged: bool,
-        keep: int = 2,
+        self, shapes: Sequence[LayerShape | None], step: int, device: torch.device, staged: bool, keep: int = 2
     ) -> None:
         self._shapes, self._step, self._device, self._staged = shapes, step, device, staged
         self._keep = keep

@@ -37,13 +37,7 @@ class _Buffered:
         self.is_initialized = True
         self._refresh()
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *_args: Any,
-        **_kwargs: Any,
-    ) -> Pair:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Pair:
         start, stop = self.cumulative_length, self.cumulative_length + key_states.shape[-2]
         if stop > self.buffers[0].shape[-2]:
             self._grow(stop)
@@ -117,9 +111,7 @@ class BufferedSlidingLayer(_Buffered, DynamicSlidingWindowLayer):
         self.past = sliding_window - 1
 
 
-def cache_over(
-    config: Any, shapes: Sequence[LayerShape | None], layers: Layers, columns: int
-) -> DynamicCache:
+def cache_over(config: Any, shapes: Sequence[LayerShape | None], layers: Layers, columns: int) -> DynamicCache:
     """transformers' cache for a decoder config over buffers of which ``columns`` are filled."""
     cache = DynamicCache(config=config)
     for index, (shape, pair) in enumerate(zip(shapes, layers, strict=True)):

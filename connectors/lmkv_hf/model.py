@@ -132,9 +132,9 @@ class CachedModel:
         if self.tokenizer is None:
             raise BadInput("text needs a tokenizer: CachedModel(model, tokenizer=...)")
         texts = [text] if isinstance(text, str) else text
-        encoded = self.tokenizer(
-            texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left"
-        ).to(self.model.device)
+        encoded = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left").to(
+            self.model.device
+        )
         return encoded["input_ids"], encoded["attention_mask"]
 
     def _rows(self, call: Call, identity: tuple[str, str]) -> Iterator[Row]:
@@ -198,9 +198,7 @@ class CachedModel:
             self._pool.give(buffers)  # else the caller has the cache, and the buffers with it
         return result
 
-    def _store(
-        self, row: Row, tokens: Tokens, place: int, cache: DynamicCache, buffers: Buffers
-    ) -> None:
+    def _store(self, row: Row, tokens: Tokens, place: int, cache: DynamicCache, buffers: Buffers) -> None:
         """Store the row's full chunks; those that are there already cost a look at the index."""
         layers = [getattr(layer, "buffers", None) for layer in cache.layers]
         if all(now is was for now, was in zip(layers, buffers.layers, strict=True)):
@@ -222,10 +220,7 @@ class CachedModel:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 

@@ -67,9 +67,7 @@ def _decoder(name: str) -> Codec:
         raise BadContainer("codec", f"cannot decode {name!r}: {error}") from None
 
 
-def encode_container(
-    src: memoryview, header: Header, codec: Codec, dst: memoryview
-) -> Header | None:
+def encode_container(src: memoryview, header: Header, codec: Codec, dst: memoryview) -> Header | None:
     """Encode a raw container's parts into ``dst``, padding zeroed; None when that saves no page.
 
     Where pages are absent, ``src`` must have been through `chunk.zero_padding`. A part that does
@@ -92,9 +90,7 @@ def encode_container(
     if at > limit:
         return None
     flags = (header.flags | (0 if codec.exact else LOSSY)) & ~SEALED
-    encoded = replace(
-        header, parts=tuple(parts), total_bytes=at, flags=flags, codec=codec.name, level=codec.level
-    )
+    encoded = replace(header, parts=tuple(parts), total_bytes=at, flags=flags, codec=codec.name, level=codec.level)
     chunk.zero_padding(dst, encoded)
     return encoded
 
