@@ -20,11 +20,11 @@ import numpy as np
 
 from lmkv import _native, backends
 from lmkv.backends import Read, Status, Write
-from lmkv.cli.measure import DEPTH, EXTENT, Runs, fio
-from lmkv.cli.output import progress, table
+from lmkv.cli.output import emit, track
 from lmkv.errors import BackendError
 from lmkv.keys import ChunkKey
 from lmkv.units import parse_bytes
+from lmkv_bench import DEPTH, EXTENT, Runs, fio
 
 
 class Ours:
@@ -104,10 +104,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     rows = []
-    with progress() as bar, tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for nbytes in options.sizes:
             ours, runs = Ours(folder, options.files, nbytes), Runs()
-            for number in bar.track(range(options.pairs + 1), description=f"{nbytes >> 20} MiB"):
+            for number in track(range(options.pairs + 1), f"{nbytes >> 20} MiB"):
                 pair(runs, ours, folder, number)
                 if number == 0:
                     runs = Runs()
@@ -116,12 +116,10 @@ def main() -> None:
             figures = {each["step"]: each for each in runs.figures()}
             for step in ("write", "read", "checked read"):
                 mine, ratios = figures[step], sorted(runs.ratios(step))
-                rows.append(
-                    (f"{nbytes >> 20} MiB", step, f"{figures[mine['of']]['median']:.2f}",
-                     f"{mine['median']:.2f}", f"{mine['ratio']:.2f}",
-                     f"[{ratios[0]:.2f}, {ratios[-1]:.2f}]")
-                )  # fmt: skip
-    table(("files", "step", "fio GB/s", "ours GB/s", "ratio", "lowest, highest"), rows)
+                row = {"files": f"{nbytes >> 20} MiB", "step": step, "fio GB/s": figures[mine["of"]]["median"]}
+                row |= {"ours GB/s": mine["median"], "ratio": mine["ratio"]}
+                rows.append(row | {"lowest, highest": f"[{ratios[0]:.2f}, {ratios[-1]:.2f}]"})
+    emit(rows)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ retrieve is compared with what was stored.
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lmkv.cli.bench import LAYOUTS, Bench
-from lmkv.cli.doctor import scratch
-from lmkv.cli.measure import Runs
-from lmkv.cli.output import progress, table
+from lmkv.cli.output import emit, track
 from lmkv.pages import Order
 from lmkv.spec import SHAPES, Kind, KVSpec, LayerGroup
+from lmkv_bench import LAYOUTS, Bench
 
 # As many bytes a token as llama-3.1-8b; K and V of one head of one token are 256 bytes.
 NARROW_HEADS = LayerGroup(Kind.FULL, tuple(range(32)), 16, kv_heads=16, head_dim=64)
@@ -42,21 +40,16 @@ def cases(chunk: int) -> list[Case]:
     ]
 
 
-def measure(case: Case, tokens: int, threads: int, runs: int) -> list[str]:
-    """Cells of one case."""
-    bench = Bench(case.spec, case.layout, "cpu", tokens, threads, case.order)
-    with scratch(bench.engine):
-        bench.run()
-        bench.runs = Runs()
-        for _ in range(runs):
-            bench.run()
-    found = {each["step"]: each for each in bench.runs.figures()}
-    cells = [case.name, str(threads), f"{found['memcpy']['median']:.2f}"]
+def measure(case: Case, tokens: int, threads: int, runs: int) -> dict[str, Any]:
+    """The row of one case."""
+    bench = Bench(case.spec, case.layout, "cpu", tokens, threads, case.order).measure(range(runs + 1))
+    found = {each["step"]: each for each in bench.figures()}
+    row = {"layout": case.name, "threads": threads, "memcpy": found["memcpy"]["median"]}
     for step in ("store", "retrieve"):
-        ratios = sorted(bench.runs.ratios(step))
+        ratios = sorted(bench.ratios(step))
         spread = f"{found[step]['ratio']:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
-        cells += [f"{found[step]['median']:.2f}", spread]
-    return cells
+        row |= {step: found[step]["median"], f"{step} of memcpy": spread}
+    return row
 
 
 def main() -> None:
@@ -73,12 +66,7 @@ def main() -> None:
         if case.name.startswith(options.only)
         for threads in options.threads
     ]
-    with progress() as bar:
-        rows = [
-            measure(case, options.tokens, threads, options.runs)
-            for case, threads in bar.track(todo, description="host")
-        ]
-    table(("layout", "threads", "memcpy", "store", "of memcpy", "retrieve", "of memcpy"), rows)
+    emit([measure(case, options.tokens, threads, options.runs) for case, threads in track(todo, "host")])
 
 
 if __name__ == "__main__":

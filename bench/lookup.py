@@ -13,19 +13,18 @@ import hashlib
 
 import numpy as np
 
-from lmkv.cli.bench import Memory
-from lmkv.cli.measure import Runs
-from lmkv.cli.output import progress, table
+from lmkv.cli.output import emit, track
 from lmkv.config import Config
 from lmkv.engine import Engine
 from lmkv.spec import Kind, KVSpec, LayerGroup
+from lmkv_bench import Memory, Runs
 
 CHUNK = 256
 # as little KV as there can be: what is measured is keys and index
 SPEC = KVSpec((LayerGroup(Kind.FULL, (0,), CHUNK, kv_heads=1, head_dim=1),), CHUNK)
 
 
-def measure(tokens: int, runs: int) -> list[list[str]]:
+def measure(tokens: int, runs: int) -> list[dict[str, str]]:
     """Rows of one prompt length."""
     ids = np.random.default_rng(0).integers(0, 150_000, tokens).astype(np.int32)
     listed, other, text = ids.tolist(), (ids + 1).tolist(), ids.tobytes()
@@ -48,7 +47,8 @@ def measure(tokens: int, runs: int) -> list[list[str]]:
             if number == 0:
                 figures = Runs()
     return [
-        [f"{tokens:,}", each["step"], *(f"{each[name]:.0f}" for name in ("min", "median", "max"))]
+        {"tokens": f"{tokens:,}", "step": each["step"]}
+        | {f"{name} us": f"{each[name]:.0f}" for name in ("min", "median", "max")}
         for each in figures.figures()
     ]
 
@@ -58,10 +58,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 15, 1 << 17, 1 << 20])
     parser.add_argument("--runs", type=int, default=9)
     options = parser.parse_args()
-    with progress() as bar:
-        found = [measure(n, options.runs) for n in bar.track(options.tokens, description="lookup")]
-    rows = [row for rows in found for row in rows]
-    table(("tokens", "step", "min us", "median us", "max us"), rows)
+    emit([row for tokens in track(options.tokens, "lookup") for row in measure(tokens, options.runs)])
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ import numpy as np
 
 from lmkv import backends, chunk
 from lmkv.backends import Status, Write
-from lmkv.cli.bench import Memory
-from lmkv.cli.output import progress, table
+from lmkv.cli.output import emit, track
 from lmkv.config import Config
 from lmkv.engine import Engine
 from lmkv.keys import ChunkKeys
 from lmkv.spec import Kind, KVSpec, LayerGroup
+from lmkv_bench import Memory
 
 CHUNK, DEPTH = 16, 100
 SPEC = KVSpec((LayerGroup(Kind.FULL, (0,), CHUNK, kv_heads=1, head_dim=16),), CHUNK)
@@ -37,15 +37,14 @@ def fill(url: str, scope: bytes, prompts: int) -> None:
     """Write every chunk of the prompts, as an engine would have."""
     backend = backends.open(url)
     buffer = memoryview(bytearray(chunk.container_bytes(SPEC, 0)))
-    with progress() as bar:
-        for number in bar.track(range(prompts), description="fill"):
-            keys = ChunkKeys.from_tokens(prompt(number), CHUNK)
-            for i in range(DEPTH):
-                key = keys.key(i, scope)
-                chunk.seal(buffer, chunk.new_header(SPEC, key))
-                (result,) = backend.write([Write(key, buffer)])
-                if result.status is not Status.OK:
-                    raise SystemExit(f"{key}: {result.detail}")
+    for number in track(range(prompts), "fill"):
+        keys = ChunkKeys.from_tokens(prompt(number), CHUNK)
+        for i in range(DEPTH):
+            key = keys.key(i, scope)
+            chunk.seal(buffer, chunk.new_header(SPEC, key))
+            (result,) = backend.write([Write(key, buffer)])
+            if result.status is not Status.OK:
+                raise SystemExit(f"{key}: {result.detail}")
     backend.close()
 
 
@@ -84,9 +83,10 @@ def main() -> None:
                 done = time.perf_counter()
                 objects = engine.stats()["tiers"]["disk"]["objects"]
             assert (found.tokens, objects) == (CHUNK * DEPTH, prompts * DEPTH), (found, objects)
-            rows.append((objects, state, *(f"{t - start:.3f}" for t in (opened, hit, done))))
-    columns = ("objects", "caches", "opened s", f"first hit of {CHUNK * DEPTH} tokens s", "index s")
-    table(columns, rows)
+            times = {"opened s": opened, f"first hit of {CHUNK * DEPTH} tokens s": hit, "index s": done}
+            seconds = {name: f"{moment - start:.3f}" for name, moment in times.items()}
+            rows.append({"objects": objects, "caches": state} | seconds)
+    emit(rows)
 
 
 if __name__ == "__main__":

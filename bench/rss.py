@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lmkv.cli.bench import Memory
-from lmkv.cli.doctor import scratch
-from lmkv.cli.output import human, progress, table
+from lmkv.cli.output import emit, human, track
 from lmkv.config import Config
 from lmkv.engine import Engine
 from lmkv.spec import Kind, KVSpec, LayerGroup
+from lmkv_bench import Memory, scratch
 
 CHUNK, CHUNKS = 64, 8
 SPEC = KVSpec((LayerGroup(Kind.FULL, (0, 1, 2, 3), 16, kv_heads=2, head_dim=64),), CHUNK)
@@ -51,8 +50,8 @@ def main() -> None:
     warm, rows = max(100, options.rounds // 20), []
     every = max(1, options.rounds // options.samples)
     engine = Engine(SPEC, weights=f"rss {os.getpid()}", layout=memory.pages.layout, config=config)
-    with scratch(engine), progress() as bar:
-        for number in bar.track(range(warm + options.rounds + 1), description="rounds"):
+    with scratch(engine):
+        for number in track(range(warm + options.rounds + 1), "rounds"):
             if number >= warm and (number - warm) % every == 0:
                 engine.flush()
                 rows.append((number - warm, resident()))
@@ -61,9 +60,11 @@ def main() -> None:
                 engine.retrieve(prompt(each), memory.pages, memory.ids)
         stats = engine.stats()
     first = rows[0][1]
-    table(
-        ("round", "resident", "more than at first, KiB"),
-        [(number, human(size), f"{(size - first) / 1024:+.0f}") for number, size in rows],
+    emit(
+        [
+            {"round": number, "resident": human(size), "more than at first, KiB": f"{(size - first) / 1024:+.0f}"}
+            for number, size in rows
+        ]
     )
     kept = ("stored_chunks", "retrieved_tokens", "evicted_chunks", "retrieve_failures")
     print(", ".join(f"{name} {stats[name]}" for name in kept))

@@ -79,13 +79,11 @@ void run_lanes(LaneWork work, std::size_t lanes) {
     }
 }
 
-std::size_t left_bytes(std::size_t n) {
-    return std::bit_floor((n - 1) / kChunkBytes) * kChunkBytes;
-}
+std::size_t left_bytes(std::size_t n) { return std::bit_floor((n - 1) / kChunkBytes) * kChunkBytes; }
 
 // Joins pairs of neighbouring subtrees, `lanes` trees side by side.
-void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes,
-             const std::uint32_t* key, std::uint32_t flags, std::uint8_t* out) {
+void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes, const std::uint32_t* key,
+             std::uint32_t flags, std::uint8_t* out) {
     LaneWork work{{}, kBlockBytes, key, 0, 0, flags | kParent, 0, 0, out};
     for (std::size_t i = 0; i < lanes; ++i) work.in[i] = pairs[i];
     run_lanes(work, lanes);
@@ -93,17 +91,15 @@ void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes,
 
 // The chaining values out[lanes][32] of the subtrees over in[lane][0, n), which starts at chunk
 // `counter`.
-void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes,
-              const std::uint32_t* key, std::uint64_t counter, std::uint32_t flags,
-              std::uint32_t root, std::uint8_t* out) {
+void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes, const std::uint32_t* key,
+              std::uint64_t counter, std::uint32_t flags, std::uint32_t root, std::uint8_t* out) {
     if (n <= kChunkBytes) {
         LaneWork work{{}, n, key, counter, 0, flags, kChunkStart, kChunkEnd | root, out};
         std::copy(in, in + lanes, work.in);
         return run_lanes(work, lanes);
     }
     std::uint8_t pairs[kMaxLanes][2 * kDigestBytes];
-    if (lanes == 1 && n <= kMaxLanes * kChunkBytes && n % kChunkBytes == 0 &&
-        std::has_single_bit(n / kChunkBytes)) {
+    if (lanes == 1 && n <= kMaxLanes * kChunkBytes && n % kChunkBytes == 0 && std::has_single_bit(n / kChunkBytes)) {
         // A lone tree fills the lanes with its own chunks, then with its parents.
         std::size_t width = n / kChunkBytes;
         std::uint8_t values[kMaxLanes * kDigestBytes];
@@ -126,8 +122,7 @@ void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes,
         right[i] = in[i] + left;
     }
     subtrees(right, n - left, lanes, key, counter + left / kChunkBytes, flags, 0, half);
-    for (std::size_t i = 0; i < lanes; ++i)
-        std::memcpy(pairs[i] + kDigestBytes, half + i * kDigestBytes, kDigestBytes);
+    for (std::size_t i = 0; i < lanes; ++i) std::memcpy(pairs[i] + kDigestBytes, half + i * kDigestBytes, kDigestBytes);
     parents(pairs, lanes, key, flags | root, out);
 }
 
@@ -148,8 +143,8 @@ void blake3_many(const std::uint8_t* data, std::size_t n, std::size_t count, std
     }
 }
 
-void blake3_link(const std::uint8_t* key, const std::uint8_t* prev, const std::uint8_t* leaf,
-                 const std::uint8_t* extra, std::size_t extra_bytes, std::uint8_t* out) {
+void blake3_link(const std::uint8_t* key, const std::uint8_t* prev, const std::uint8_t* leaf, const std::uint8_t* extra,
+                 std::size_t extra_bytes, std::uint8_t* out) {
     std::uint8_t message[3 * kDigestBytes];
     std::memcpy(message, prev, kDigestBytes);
     std::memcpy(message + kDigestBytes, leaf, kDigestBytes);

@@ -16,7 +16,7 @@ void blake3(const std::uint8_t* data, std::size_t n, const std::uint8_t* key, st
 void blake3_many(const std::uint8_t* data, std::size_t n, std::size_t count, std::uint8_t* out);
 
 // One link of a digest chain: keyed BLAKE3 of prev[32] || leaf[32] || extra[extra_bytes <= 32].
-void blake3_link(const std::uint8_t* key, const std::uint8_t* prev, const std::uint8_t* leaf,
-                 const std::uint8_t* extra, std::size_t extra_bytes, std::uint8_t* out);
+void blake3_link(const std::uint8_t* key, const std::uint8_t* prev, const std::uint8_t* leaf, const std::uint8_t* extra,
+                 std::size_t extra_bytes, std::uint8_t* out);
 
 }  // namespace lmkv

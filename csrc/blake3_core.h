@@ -30,9 +30,8 @@ consteval Order make_order() {
 inline constexpr Order kOrder = make_order();
 
 // The columns, then the diagonals, that one round mixes.
-inline constexpr std::uint8_t kQuarter[8][4] = {{0, 4, 8, 12},  {1, 5, 9, 13},  {2, 6, 10, 14},
-                                                {3, 7, 11, 15}, {0, 5, 10, 15}, {1, 6, 11, 12},
-                                                {2, 7, 8, 13},  {3, 4, 9, 14}};
+inline constexpr std::uint8_t kQuarter[8][4] = {{0, 4, 8, 12},  {1, 5, 9, 13},  {2, 6, 10, 14}, {3, 7, 11, 15},
+                                                {0, 5, 10, 15}, {1, 6, 11, 12}, {2, 7, 8, 13},  {3, 4, 9, 14}};
 
 // The seven rounds on state v with block m. Word is one word, or that word of several inputs;
 // Rotate::by<bits>(word) turns it right.
@@ -42,8 +41,7 @@ __attribute__((always_inline)) inline void mix(Word* v, const Word* m) {
     for (int r = 0; r < 7; ++r) {
 #pragma GCC unroll 8
         for (int q = 0; q < 8; ++q) {
-            Word &a = v[kQuarter[q][0]], &b = v[kQuarter[q][1]], &c = v[kQuarter[q][2]],
-                 &d = v[kQuarter[q][3]];
+            Word &a = v[kQuarter[q][0]], &b = v[kQuarter[q][1]], &c = v[kQuarter[q][2]], &d = v[kQuarter[q][3]];
             a += b + m[kOrder.word[r][2 * q]];
             d = Rotate::template by<16>(d ^ a);
             c += d;

@@ -1,8 +1,11 @@
 #include "copy.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "pool.h"
 #include "stream.h"
@@ -10,217 +13,194 @@
 namespace lmkv {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what, std::size_t index, const char* why) {
-    throw std::invalid_argument(what + " " + std::to_string(index) + ": " + why);
-}
+using std::int64_t;
 
-std::int64_t add(std::int64_t a, std::int64_t b) {
-    std::int64_t sum;
-    if (__builtin_add_overflow(a, b, &sum)) throw std::overflow_error("");
+[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
+
+int64_t add(int64_t a, int64_t b) {
+    int64_t sum;
+    if (__builtin_add_overflow(a, b, &sum)) refuse("sizes overflow 63 bits");
     return sum;
 }
 
-std::int64_t times(std::int64_t a, std::int64_t b) {
-    std::int64_t product;
-    if (__builtin_mul_overflow(a, b, &product)) throw std::overflow_error("");
+int64_t times(int64_t a, int64_t b) {
+    int64_t product;
+    if (__builtin_mul_overflow(a, b, &product)) refuse("sizes overflow 63 bits");
     return product;
 }
 
-// Whether the outer stride goes on where n inner strides end (a wrapped product matches no valid
-// stride).
-bool continues(std::int64_t outer, std::int64_t n, std::int64_t inner) {
-    return static_cast<std::uint64_t>(outer) ==
-           static_cast<std::uint64_t>(n) * static_cast<std::uint64_t>(inner);
+// Whether `outer` goes on where n steps of `inner` end; a wrapped product equals no stride that
+// fits.
+bool continues(int64_t outer, int64_t n, int64_t inner) {
+    return static_cast<std::uint64_t>(outer) == static_cast<std::uint64_t>(n) * static_cast<std::uint64_t>(inner);
 }
 
-// Drops dimensions of one and joins those that continue each other, so that fewer, longer runs are
-// left.
+// Joins dimensions that continue each other, so that fewer, longer runs are left.
 void simplify(Plane& p) {
-    for (;;) {
-        if (p.n1 == 1 && p.n0 > 1) {
-            std::swap(p.n0, p.n1);
-            std::swap(p.engine_stride0, p.engine_stride1);
-            std::swap(p.payload_stride0, p.payload_stride1);
-        }
-        if (p.n0 == 1) p.engine_stride0 = p.payload_stride0 = 0;
-        if (p.n1 == 1) p.engine_stride1 = p.payload_stride1 = 0;
-        if (p.n1 > 1 && p.engine_stride1 == p.run && p.payload_stride1 == p.run) {
-            p.run *= p.n1;
-            p.n1 = 1;
-        } else if (p.n0 > 1 && p.engine_stride0 == p.run && p.payload_stride0 == p.run) {
-            p.run *= p.n0;
-            p.n0 = 1;
-        } else if (p.n0 > 1 && continues(p.engine_stride0, p.n1, p.engine_stride1) &&
-                   continues(p.payload_stride0, p.n1, p.payload_stride1)) {
-            p.n1 *= p.n0;
-            p.n0 = 1;
-        } else if (p.n0 > 1 && continues(p.engine_stride1, p.n0, p.engine_stride0) &&
-                   continues(p.payload_stride1, p.n0, p.payload_stride0)) {
-            p.n1 *= p.n0;
-            p.engine_stride1 = p.engine_stride0;
-            p.payload_stride1 = p.payload_stride0;
-            p.n0 = 1;
-        } else {
-            return;
-        }
+    constexpr Dim one{1, 0, 0};
+    if (p.outer.n == 1) p.outer = one;
+    if (p.inner.n == 1) p.inner = one;
+    const bool inside_out = p.outer.payload_stride < p.inner.payload_stride;
+    if (p.inner.n == 1 || (p.outer.n > 1 && inside_out)) std::swap(p.outer, p.inner);
+    while (p.inner.n > 1 && p.inner.engine_stride == p.run && p.inner.payload_stride == p.run) {
+        p.run *= p.inner.n;
+        p.inner = std::exchange(p.outer, one);
     }
+    if (p.outer.n > 1 && continues(p.outer.engine_stride, p.inner.n, p.inner.engine_stride) &&
+        continues(p.outer.payload_stride, p.inner.n, p.inner.payload_stride))
+        p.inner.n *= std::exchange(p.outer, one).n;
 }
 
-// The same copy seen from one direction, the outer dimension first.
+// The same copy seen from one direction.
 struct Move {
-    std::ptrdiff_t dst_page, src_page, run;
-    std::ptrdiff_t n0, dst0, src0, n1, dst1, src1;
-    bool lines;  // every run is whole cache lines of the destination when the page is
+    struct Step {
+        std::ptrdiff_t n, dst, src;
+    };
+    std::size_t run;
+    std::ptrdiff_t dst_page, src_page;
+    Step outer, inner;
+    bool lines;  // if a page of the destination starts at a cache line, so does every run
 
-    Move(const Plane& p, bool gather) : run(p.run), n0(p.n0), n1(p.n1) {
-        dst_page = gather ? p.payload_page_stride : p.page_stride;
-        src_page = gather ? p.page_stride : p.payload_page_stride;
-        dst0 = gather ? p.payload_stride0 : p.engine_stride0;
-        src0 = gather ? p.engine_stride0 : p.payload_stride0;
-        dst1 = gather ? p.payload_stride1 : p.engine_stride1;
-        src1 = gather ? p.engine_stride1 : p.payload_stride1;
+    static Step step(const Dim& d, bool gather) {
+        return gather ? Step{d.n, d.payload_stride, d.engine_stride} : Step{d.n, d.engine_stride, d.payload_stride};
+    }
+
+    Move(const Plane& p, bool gather)
+        : run(static_cast<std::size_t>(p.run)),
+          dst_page(gather ? p.payload_page_stride : p.page_stride),
+          src_page(gather ? p.page_stride : p.payload_page_stride),
+          outer(step(p.outer, gather)),
+          inner(step(p.inner, gather)) {
         constexpr auto line = static_cast<std::ptrdiff_t>(kLineBytes);
-        lines = run % line == 0 && dst0 % line == 0 && dst1 % line == 0;
+        lines = run % kLineBytes == 0 && outer.dst % line == 0 && inner.dst % line == 0;
         // Whole lines go around the cache in any order, so read in order; else fill the written
         // lines.
-        if (n0 > 1 && (lines ? std::abs(src0) < std::abs(src1) : std::abs(dst0) < std::abs(dst1))) {
-            std::swap(n0, n1);
-            std::swap(dst0, dst1);
-            std::swap(src0, src1);
+        const bool swapped =
+            lines ? std::abs(outer.src) < std::abs(inner.src) : std::abs(outer.dst) < std::abs(inner.dst);
+        if (outer.n > 1 && swapped) std::swap(outer, inner);
+    }
+
+    bool single() const { return outer.n == 1 && inner.n == 1; }
+
+    // One page; `ahead` is where the page after next will be read, or null.
+    void page(char* dst, const char* src, const char* ahead, bool stream) const {
+        const bool rows =
+            stream && run < kSplitBytes && lines && reinterpret_cast<std::uintptr_t>(dst) % kLineBytes == 0;
+        for (std::ptrdiff_t a = 0; a < outer.n; ++a, dst += outer.dst, src += outer.src) {
+            if (rows) {
+                stream_rows(dst, inner.dst, src, inner.src, run, inner.n, ahead);
+                continue;
+            }
+            for (std::ptrdiff_t b = 0; b < inner.n; ++b) copy(dst + b * inner.dst, src + b * inner.src, run, stream);
         }
     }
 
-    bool single() const { return n0 == 1 && n1 == 1; }
-
-    void page(char* dst, const char* src, const char* ahead, bool stream) const {
-        const auto n = static_cast<std::size_t>(run), rows = static_cast<std::size_t>(n1);
-        const bool aligned = lines && reinterpret_cast<std::uintptr_t>(dst) % kLineBytes == 0;
-        for (std::ptrdiff_t a = 0; a < n0; ++a, dst += dst0, src += src0) {
-            if (stream && aligned && n < kSplitBytes) {
-                stream_rows(dst, dst1, src, src1, n, rows, ahead);
-                continue;
-            }
-            for (std::ptrdiff_t b = 0; b < n1; ++b) {
-                if (stream && n >= kSplitBytes)
-                    stream_copy(dst + b * dst1, src + b * src1, n);
-                else
-                    std::memcpy(dst + b * dst1, src + b * src1, n);
-            }
-        }
+    static void copy(char* dst, const char* src, std::size_t n, bool stream) {
+        if (stream && n >= kSplitBytes)
+            stream_copy(dst, src, n);
+        else
+            std::memcpy(dst, src, n);
     }
 };
 
-constexpr std::int64_t kItemBytes = 1 << 20, kPagesAhead = 2;
+constexpr int64_t kItemBytes = 1 << 20, kPagesAhead = 1;
 
 }  // namespace
 
 struct CopyPlan::Item {
-    std::size_t chunk;
-    std::size_t plane;
-    std::int64_t begin, end;  // into page_ids
+    std::size_t chunk, plane;
+    int64_t begin, end;  // into page_ids
 };
 
-CopyPlan::CopyPlan(const Plane* planes, std::size_t count, std::int64_t payload_bytes)
-    : planes_(planes, planes + count) {
-    if (count == 0) throw std::invalid_argument("a copy plan needs at least one plane");
-    if (payload_bytes <= 0) throw std::invalid_argument("payload_bytes must be positive");
+CopyPlan::CopyPlan(const Plane* planes, std::size_t count, int64_t payload_bytes)
+    : planes_(planes, planes + count), payload_bytes_(payload_bytes) {
+    if (count == 0) refuse("a copy plan needs at least one plane");
+    if (payload_bytes <= 0) refuse("payload_bytes must be positive");
     for (std::size_t i = 0; i < count; ++i) {
-        Plane& p = planes_[i];
-        if (p.run <= 0 || p.n0 <= 0 || p.n1 <= 0)
-            refuse("plane", i, "run_bytes, n0 and n1 must be positive");
-        if (p.payload_offset < 0 || p.payload_page_stride < 0 || p.payload_stride0 < 0 ||
-            p.payload_stride1 < 0)
-            refuse("plane", i, "payload offset and strides must not be negative");
-        if (p.engine_base <= 0) refuse("plane", i, "engine_base is not an address");
         try {
-            const std::int64_t e0 = times(p.n0 - 1, p.engine_stride0);
-            const std::int64_t e1 = times(p.n1 - 1, p.engine_stride1);
-            const std::int64_t low =
-                add(std::min<std::int64_t>(e0, 0), std::min<std::int64_t>(e1, 0));
-            const std::int64_t high =
-                add(std::max<std::int64_t>(e0, 0), std::max<std::int64_t>(e1, 0));
-            if (add(p.engine_base, low) <= 0) refuse("plane", i, "an engine address is negative");
-            const std::int64_t room = INT64_MAX - add(add(p.engine_base, high), p.run);
-            if (p.page_stride != 0) {
-                const std::int64_t most = p.page_stride > 0 ? room : p.engine_base + low - 1;
-                max_page_ =
-                    std::min(max_page_,
-                             most / (p.page_stride > 0 ? p.page_stride : times(p.page_stride, -1)));
-            }
-            const std::int64_t end = add(
-                add(p.payload_offset,
-                    add(times(p.n0 - 1, p.payload_stride0), times(p.n1 - 1, p.payload_stride1))),
-                p.run);
-            if (end > payload_bytes) refuse("plane", i, "a page does not fit into payload_bytes");
-            const std::int64_t most =
-                p.payload_page_stride ? (payload_bytes - end) / p.payload_page_stride : 0;
-            max_position_ = std::min(max_position_, most);
-            bytes_per_page_ = add(bytes_per_page_, times(p.run, times(p.n0, p.n1)));
-        } catch (const std::overflow_error&) {
-            refuse("plane", i, "sizes overflow 63 bits");
+            admit(planes_[i]);
+        } catch (const std::invalid_argument& error) {
+            refuse(("plane " + std::to_string(i) + ": " + error.what()).c_str());
         }
-        simplify(p);
     }
+}
+
+void CopyPlan::admit(Plane& p) {
+    const Dim &outer = p.outer, &inner = p.inner;
+    if (p.run <= 0 || outer.n <= 0 || inner.n <= 0) refuse("run_bytes, n0 and n1 must be positive");
+    if (std::min({p.payload_offset, p.payload_page_stride, outer.payload_stride, inner.payload_stride}) < 0)
+        refuse("payload offset and strides must not be negative");
+
+    const int64_t reach = add(times(outer.n - 1, outer.payload_stride), times(inner.n - 1, inner.payload_stride));
+    const int64_t spare = payload_bytes_ - add(add(p.payload_offset, reach), p.run);
+    if (spare < 0) refuse("a page does not fit into payload_bytes");
+    max_position_ = std::min(max_position_, p.payload_page_stride ? spare / p.payload_page_stride : 0);
+
+    int64_t low = p.engine_base, high = add(p.engine_base, p.run);
+    for (const Dim* d : {&outer, &inner}) {
+        const int64_t far = times(d->n - 1, d->engine_stride);
+        (far < 0 ? low : high) = add(far < 0 ? low : high, far);
+    }
+    if (low <= 0) refuse("an engine address is not positive");
+    if (p.page_stride > 0) max_page_ = std::min(max_page_, (INT64_MAX - high) / p.page_stride);
+    if (p.page_stride < 0) max_page_ = std::min(max_page_, (low - 1) / times(p.page_stride, -1));
+
+    bytes_per_page_ = add(bytes_per_page_, times(p.run, times(outer.n, inner.n)));
+    simplify(p);
 }
 
 void CopyPlan::check(const Chunks& c) const {
-    const auto pages = static_cast<std::int64_t>(c.pages);
-    if (c.starts[0] < 0) throw std::invalid_argument("starts must not be negative");
+    int64_t at = 0;
     for (std::size_t i = 0; i < c.count; ++i) {
-        const std::int64_t begin = c.starts[i], end = c.starts[i + 1], first = c.first[i];
-        if (begin > end || end > pages)
-            refuse("chunk", i, "starts must rise and stay inside page_ids");
-        if (first < 0 || (end > begin && first > max_position_ - (end - begin - 1)))
-            refuse("chunk", i, "a page position lies outside the payload");
-        if (c.slots[i] <= 0) refuse("chunk", i, "the slot is not an address");
-        for (std::int64_t k = begin; k < end; ++k)
-            if (c.page_ids[k] < 0 || c.page_ids[k] > max_page_)
-                refuse("page_ids", static_cast<std::size_t>(k), "not a page of this plan");
+        const int64_t begin = c.starts[i], end = c.starts[i + 1], first = c.first[i];
+        if (begin < at || begin > end || end > static_cast<int64_t>(c.pages))
+            refuse("starts must not fall and stay inside page_ids");
+        if (first < 0 || first > max_position_ + 1 - (end - begin)) refuse("a page position lies outside the payload");
+        if (c.slots[i] <= 0 || c.slots[i] > INT64_MAX - payload_bytes_) refuse("a slot is no address");
+        for (at = begin; at < end; ++at)
+            if (c.page_ids[at] < 0 || c.page_ids[at] > max_page_) refuse("a page id is no page");
     }
 }
 
-void CopyPlan::run(const Chunks& c, bool gather, int threads, std::int64_t stream_bytes) const {
+void CopyPlan::run(const Chunks& c, bool gather, int threads, int64_t stream_bytes) const {
     std::vector<Item> items;
-    std::int64_t total = 0;
+    int64_t total = 0;
     for (std::size_t chunk = 0; chunk < c.count; ++chunk) {
+        const int64_t begin = c.starts[chunk], end = c.starts[chunk + 1];
+        total += (end - begin) * bytes_per_page_;
         for (std::size_t plane = 0; plane < planes_.size(); ++plane) {
             const Plane& p = planes_[plane];
-            const std::int64_t bytes = p.run * p.n0 * p.n1,
-                               step = std::max<std::int64_t>(1, kItemBytes / bytes);
-            for (std::int64_t at = c.starts[chunk]; at < c.starts[chunk + 1]; at += step)
-                items.push_back({chunk, plane, at, std::min(at + step, c.starts[chunk + 1])});
+            const int64_t step = std::max<int64_t>(1, kItemBytes / (p.run * p.outer.n * p.inner.n));
+            for (int64_t at = begin; at < end; at += step)
+                items.push_back({chunk, plane, at, std::min(at + step, end)});
         }
-        total += (c.starts[chunk + 1] - c.starts[chunk]) * bytes_per_page_;
     }
     const bool stream = total >= stream_bytes;
-    copy_pool().run(items.size(), threads,
-                    [&](std::size_t i) { run_item(items[i], c, gather, stream); });
+    copy_pool().run(items.size(), threads, [&](std::size_t i) { run_item(items[i], c, gather, stream); });
 }
 
 void CopyPlan::run_item(const Item& item, const Chunks& c, bool gather, bool stream) const {
     const Plane& plane = planes_[item.plane];
     const Move move(plane, gather);
-    char* const payload = reinterpret_cast<char*>(c.slots[item.chunk]) + plane.payload_offset;
-    char* const engine = reinterpret_cast<char*>(plane.engine_base);
-    const std::int64_t shift = c.first[item.chunk] - c.starts[item.chunk];
+    const auto page = [&](int64_t k) {
+        return reinterpret_cast<char*>(plane.engine_base + c.page_ids[k] * plane.page_stride);
+    };
+    char* const payload = reinterpret_cast<char*>(c.slots[item.chunk] + plane.payload_offset);
+    const int64_t shift = c.first[item.chunk] - c.starts[item.chunk];
     // Pages that follow each other on both sides are one run.
-    const bool joins = move.single() && move.dst_page == move.run && move.src_page == move.run;
-    for (std::int64_t k = item.begin, next; k < item.end; k = next) {
+    const auto run = static_cast<std::ptrdiff_t>(move.run);
+    const bool joins = move.single() && move.dst_page == run && move.src_page == run;
+    for (int64_t k = item.begin, next; k < item.end; k = next) {
         next = k + 1;
         while (joins && next < item.end && c.page_ids[next] == c.page_ids[next - 1] + 1) ++next;
-        char* const page = engine + c.page_ids[k] * plane.page_stride;
         char* const place = payload + (k + shift) * plane.payload_page_stride;
-        char* const dst = gather ? place : page;
-        const char* const src = gather ? page : place;
-        if (next > k + 1) {
-            const auto n = static_cast<std::size_t>(move.run * (next - k));
-            stream ? stream_copy(dst, src, n) : static_cast<void>(std::memcpy(dst, src, n));
-            continue;
-        }
+        char* const dst = gather ? place : page(k);
+        const char* const src = gather ? page(k) : place;
         const bool jumps = gather && move.single() && k + kPagesAhead < item.end;
-        move.page(dst, src,
-                  jumps ? engine + c.page_ids[k + kPagesAhead] * plane.page_stride : nullptr,
-                  stream);
+        if (next > k + 1)
+            Move::copy(dst, src, move.run * static_cast<std::size_t>(next - k), stream);
+        else
+            move.page(dst, src, jumps ? page(k + kPagesAhead) : nullptr, stream);
     }
     if (stream) stream_fence();
 }

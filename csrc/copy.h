@@ -3,19 +3,20 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace lmkv {
 
-// One layer (or its K, or its V) of a group. Page p at chunk position j copies, for a < n0, b < n1,
-// `run` bytes between  engine_base + p*page_stride + a*engine_stride0 + b*engine_stride1
-//                 and  slot + payload_offset + j*payload_page_stride + a*payload_stride0 +
-//                 b*payload_stride1.
+struct Dim {
+    std::int64_t n, engine_stride, payload_stride;
+};
+
+// One layer (or its K, or its V) of a group. Page p at chunk position j copies, for a < outer.n and
+// b < inner.n, `run` bytes between engine_base + p*page_stride and
+// slot + payload_offset + j*payload_page_stride, each a and b strides further on.
 struct Plane {
     std::int64_t engine_base, payload_offset, page_stride, payload_page_stride, run;
-    std::int64_t n0, engine_stride0, payload_stride0;
-    std::int64_t n1, engine_stride1, payload_stride1;
+    Dim outer, inner;
 };
 inline constexpr std::size_t kPlaneFields = 11;
 static_assert(sizeof(Plane) == kPlaneFields * sizeof(std::int64_t));
@@ -46,13 +47,13 @@ class CopyPlan {
 
   private:
     struct Item;
+    void admit(Plane& plane);
     void run_item(const Item& item, const Chunks& chunks, bool gather, bool stream) const;
 
     std::vector<Plane> planes_;
-    std::int64_t bytes_per_page_ = 0;
-    std::int64_t max_position_ =
-        INT64_MAX;                       // every plane's run stays inside the payload up to here
-    std::int64_t max_page_ = INT64_MAX;  // and no engine address overflows
+    std::int64_t payload_bytes_, bytes_per_page_ = 0;
+    std::int64_t max_position_ = INT64_MAX;  // every plane's page stays inside the payload up to here
+    std::int64_t max_page_ = INT64_MAX;      // and no engine address overflows
 };
 
 }  // namespace lmkv

@@ -8,12 +8,11 @@
 namespace lmkv {
 namespace {
 
-std::atomic<int> limit{static_cast<int>(Simd::avx512)};
+std::atomic<Simd> limit{Simd::avx512};
 
 Simd detected() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
         return Simd::avx512;
     if (__builtin_cpu_supports("avx2")) return Simd::avx2;
 #endif
@@ -22,29 +21,17 @@ Simd detected() {
 
 }  // namespace
 
-Simd simd() {
-    return std::min(detected(), static_cast<Simd>(limit.load(std::memory_order_relaxed)));
-}
+Simd simd() { return std::min(detected(), limit.load(std::memory_order_relaxed)); }
 
-void limit_simd(Simd level) {
-    limit.store(static_cast<int>(level), std::memory_order_relaxed);
-}
+void limit_simd(Simd level) { limit.store(level, std::memory_order_relaxed); }
 
 const char* simd_name(Simd level) {
-    switch (level) {
-        case Simd::avx512:
-            return "avx512";
-        case Simd::avx2:
-            return "avx2";
-        default:
-            return "portable";
-    }
+    return level == Simd::avx512 ? "avx512" : level == Simd::avx2 ? "avx2" : "portable";
 }
 
 int usable_cpus() {
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-    return std::max(1, CPU_COUNT(&set));
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? std::max(1, CPU_COUNT(&set)) : 1;
 }
 
 }  // namespace lmkv

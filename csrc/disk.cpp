@@ -5,12 +5,12 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <utility>
 
 #include "pool.h"
 
@@ -19,30 +19,29 @@ namespace {
 
 class Fd {
   public:
-    explicit Fd(int fd) : fd_(fd) {}
+    Fd(const char* path, int flags, mode_t mode = 0) {
+        while ((fd_ = ::open(path, flags | O_CLOEXEC, mode)) < 0) {
+            if (errno == EPERM && flags & O_NOATIME)
+                flags &= ~O_NOATIME;  // not the file's owner
+            else if (errno != EINTR)
+                return;
+        }
+    }
+    ~Fd() { close(); }
     Fd(const Fd&) = delete;
     Fd& operator=(const Fd&) = delete;
-    ~Fd() {
-        if (fd_ >= 0) ::close(fd_);
-    }
+
+    bool ok() const { return fd_ >= 0; }
     int get() const { return fd_; }
-    // 0 or -errno; on Linux the descriptor is gone either way.
+    // 0 or -errno; Linux frees the descriptor either way.
     int close() {
-        const int fd = fd_;
-        fd_ = -1;
-        return ::close(fd) == 0 || errno == EINTR ? 0 : -errno;
+        const int fd = std::exchange(fd_, -1);
+        return fd < 0 || ::close(fd) == 0 || errno == EINTR ? 0 : -errno;
     }
 
   private:
     int fd_;
 };
-
-int open_retry(const char* path, int flags, mode_t mode = 0) {
-    int fd;
-    do fd = ::open(path, flags | O_CLOEXEC, mode);
-    while (fd < 0 && errno == EINTR);
-    return fd;
-}
 
 // Calls move(at, bytes) -> ssize_t over [0, nbytes) in extents, several in flight. 0 or the first
 // -errno.
@@ -70,20 +69,15 @@ int sync_folder_of(const char* path) {
     std::string folder(path);
     const std::size_t slash = folder.rfind('/');
     folder = slash == std::string::npos ? "." : folder.substr(0, std::max<std::size_t>(slash, 1));
-    Fd fd(open_retry(folder.c_str(), O_RDONLY | O_DIRECTORY));
-    if (fd.get() < 0 || ::fsync(fd.get()) != 0) return -errno;
-    return 0;
+    const Fd fd(folder.c_str(), O_RDONLY | O_DIRECTORY);
+    return fd.ok() && ::fsync(fd.get()) == 0 ? 0 : -errno;
 }
 
 }  // namespace
 
-std::int64_t read_file(const char* path, char* into, std::size_t capacity,
-                       const IoSettings& settings) {
-    const int flags = O_RDONLY | (settings.direct ? O_DIRECT : 0);
-    int opened = open_retry(path, flags | O_NOATIME);
-    if (opened < 0 && errno == EPERM) opened = open_retry(path, flags);
-    if (opened < 0) return -errno;
-    const Fd fd(opened);
+std::int64_t read_file(const char* path, char* into, std::size_t capacity, const IoSettings& settings) {
+    const Fd fd(path, O_RDONLY | O_NOATIME | (settings.direct ? O_DIRECT : 0));
+    if (!fd.ok()) return -errno;
     struct stat status;
     if (::fstat(fd.get(), &status) != 0) return -errno;
     const auto size = static_cast<std::size_t>(status.st_size);
@@ -97,8 +91,8 @@ std::int64_t read_file(const char* path, char* into, std::size_t capacity,
 
 int write_file(const char* tmp, const char* path, const char* from, std::size_t nbytes, bool sync,
                const IoSettings& settings) {
-    Fd fd(open_retry(tmp, O_WRONLY | O_CREAT | O_EXCL | (settings.direct ? O_DIRECT : 0), 0600));
-    if (fd.get() < 0) {
+    Fd fd(tmp, O_WRONLY | O_CREAT | O_EXCL | (settings.direct ? O_DIRECT : 0), 0600);
+    if (!fd.ok()) {
         const int error = errno;
         // A file system that refuses O_DIRECT may do so after it has made the file.
         if (error == EINVAL && settings.direct) ::unlink(tmp);
@@ -119,35 +113,22 @@ int write_file(const char* tmp, const char* path, const char* from, std::size_t 
 }
 
 int list_dir(const char* path, std::vector<DirEntry>& entries) {
-    struct Record {  // struct linux_dirent64 of getdents(2)
-        std::uint64_t inode;
-        std::int64_t offset;
-        std::uint16_t length;
-        std::uint8_t type;
-        char name[];
-    };
-    constexpr std::size_t kBuffer = 256 * 1024;
-    const Fd fd(open_retry(path, O_RDONLY | O_DIRECTORY));
-    if (fd.get() < 0) return -errno;
-    const std::unique_ptr<std::uint64_t[]> buffer(new std::uint64_t[kBuffer / 8]);
-    char* const bytes = reinterpret_cast<char*>(buffer.get());
+    const std::unique_ptr<DIR, int (*)(DIR*)> folder(::opendir(path), ::closedir);
+    if (!folder) return -errno;
     for (;;) {
-        const long got = ::syscall(SYS_getdents64, fd.get(), bytes, kBuffer);
-        if (got <= 0) return got == 0 ? 0 : -errno;
-        for (long at = 0; at < got;) {
-            const auto* record = reinterpret_cast<const Record*>(bytes + at);
-            at += record->length;
-            if (record->type != DT_REG && record->type != DT_UNKNOWN) continue;
-            struct statx status;
-            if (::statx(fd.get(), record->name, AT_SYMLINK_NOFOLLOW | AT_STATX_DONT_SYNC,
-                        STATX_TYPE | STATX_SIZE | STATX_MTIME, &status) != 0) {
-                if (errno == ENOENT) continue;  // deleted since it was listed
-                return -errno;
-            }
-            if (!S_ISREG(status.stx_mode)) continue;
-            entries.push_back({record->name, static_cast<std::int64_t>(status.stx_size),
-                               status.stx_mtime.tv_sec * 1'000'000'000 + status.stx_mtime.tv_nsec});
+        errno = 0;
+        const dirent* const entry = ::readdir(folder.get());
+        if (!entry) return -errno;
+        if (entry->d_type != DT_REG && entry->d_type != DT_UNKNOWN) continue;
+        struct statx status;
+        if (::statx(::dirfd(folder.get()), entry->d_name, AT_SYMLINK_NOFOLLOW | AT_STATX_DONT_SYNC,
+                    STATX_TYPE | STATX_SIZE | STATX_MTIME, &status) != 0) {
+            if (errno == ENOENT) continue;  // deleted since it was listed
+            return -errno;
         }
+        if (!S_ISREG(status.stx_mode)) continue;
+        entries.push_back({entry->d_name, static_cast<std::int64_t>(status.stx_size),
+                           status.stx_mtime.tv_sec * 1'000'000'000 + status.stx_mtime.tv_nsec});
     }
 }
 

@@ -18,8 +18,7 @@ struct IoSettings {
 
 // Reads the whole file at path. Returns its size; -EFBIG when larger than capacity, -EBADMSG when
 // its size is 0 or no multiple of kDiskAlign (or it is no regular file), -EIO when it ends early.
-std::int64_t read_file(const char* path, char* into, std::size_t capacity,
-                       const IoSettings& settings);
+std::int64_t read_file(const char* path, char* into, std::size_t capacity, const IoSettings& settings);
 
 // Creates tmp (which must not exist), writes nbytes, renames it to path. With sync the data is on
 // stable storage before the rename and the rename after it. Returns 0; on failure tmp is gone and

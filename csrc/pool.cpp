@@ -12,61 +12,40 @@ namespace lmkv {
 
 struct Pool::Job {
     Call call;
-    void* state;
+    const void* state;
     std::size_t items;
     std::atomic<std::size_t> next{0};
-    int wanted = 0;  // helpers that may still join; guarded by the pool's mutex, as is active
-    int active = 0;
-    Job* link = nullptr;
+    int active = 0;  // helpers at work; guarded by the pool's mutex
 
     void work() {
-        for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;)
-            call(state, i);
+        for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) call(state, i);
     }
 };
 
-void Pool::run_items(std::size_t items, int threads, Call call, void* state) {
+void Pool::run_items(std::size_t items, int threads, Call call, const void* state) {
     Job job{call, state, items};
-    const auto helpers =
-        std::min<std::size_t>(items, static_cast<std::size_t>(std::clamp(threads, 1, limit_ + 1)));
-    if (helpers <= 1) return job.work();
+    const auto workers = std::min(items, static_cast<std::size_t>(std::clamp(threads, 1, limit_)));
+    if (workers <= 1) return job.work();
     {
         std::lock_guard lock(mutex_);
-        job.wanted = static_cast<int>(helpers) - 1;
-        wanted_ += job.wanted;
-        Job** end = &first_;
-        while (*end) end = &(*end)->link;
-        *end = &job;
+        wanted_.insert(wanted_.end(), workers - 1, &job);
         add_threads();
     }
     wake_.notify_all();
     job.work();
     std::unique_lock lock(mutex_);
-    unlink(&job);
+    std::erase(wanted_, &job);
     done_.wait(lock, [&] { return job.active == 0; });
 }
 
-void Pool::unlink(Job* job) {
-    for (Job** at = &first_; *at; at = &(*at)->link) {
-        if (*at != job) continue;
-        *at = job->link;
-        wanted_ -= job->wanted;
-        job->wanted = 0;
-        return;
-    }
-}
-
 void Pool::add_threads() {
+    int missing = static_cast<int>(wanted_.size()) - (threads_ - busy_);
     sigset_t all, before;
     sigfillset(&all);
     // Signals belong to the interpreter's threads.
-    int missing = wanted_ - (threads_ - busy_);
     if (missing <= 0 || pthread_sigmask(SIG_SETMASK, &all, &before) != 0) return;
     try {
-        for (; missing > 0 && threads_ < limit_; --missing) {
-            std::thread([this] { serve(); }).detach();
-            ++threads_;
-        }
+        for (; missing > 0 && threads_ < limit_; --missing, ++threads_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
         // No more threads to be had: the caller does the work.
     }
@@ -74,14 +53,11 @@ void Pool::add_threads() {
 }
 
 void Pool::serve() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-        wake_.wait(lock, [&] { return first_ != nullptr; });
-        Job* job = first_;
-        ++busy_;
-        --wanted_;
-        if (--job->wanted == 0) first_ = job->link;
-        ++job->active;
+    for (std::unique_lock lock(mutex_);;) {
+        wake_.wait(lock, [&] { return !wanted_.empty(); });
+        Job* const job = wanted_.front();
+        wanted_.erase(wanted_.begin());
+        ++busy_, ++job->active;
         lock.unlock();
         job->work();
         lock.lock();
@@ -92,19 +68,18 @@ void Pool::serve() {
 
 namespace {
 
-std::atomic<Pool*> copy_instance{nullptr};
-std::atomic<Pool*> io_instance{nullptr};
+std::atomic<Pool*> copies{nullptr}, io{nullptr};
 std::atomic<bool> hooked{false};
 
-void forget_pools() {
-    copy_instance.store(nullptr);
-    io_instance.store(nullptr);
-}
-
 Pool& instance(std::atomic<Pool*>& slot) {
-    if (Pool* pool = slot.load(std::memory_order_acquire)) return *pool;
-    if (!hooked.exchange(true)) pthread_atfork(nullptr, nullptr, forget_pools);
-    Pool* made = new Pool(64);
+    if (Pool* pool = slot.load()) return *pool;
+    if (!hooked.exchange(true)) {
+        pthread_atfork(nullptr, nullptr, [] {
+            copies.store(nullptr);
+            io.store(nullptr);
+        });
+    }
+    Pool* const made = new Pool(64);
     Pool* other = nullptr;
     if (slot.compare_exchange_strong(other, made)) return *made;
     delete made;
@@ -113,12 +88,8 @@ Pool& instance(std::atomic<Pool*>& slot) {
 
 }  // namespace
 
-Pool& copy_pool() {
-    return instance(copy_instance);
-}
+Pool& copy_pool() { return instance(copies); }
 
-Pool& io_pool() {
-    return instance(io_instance);
-}
+Pool& io_pool() { return instance(io); }
 
 }  // namespace lmkv

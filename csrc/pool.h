@@ -4,7 +4,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <mutex>
-#include <type_traits>
+#include <vector>
 
 namespace lmkv {
 
@@ -19,28 +19,23 @@ class Pool {
     // Calls body(i) once for every i in [0, items), on at most `threads` threads; body must not
     // throw.
     template <typename Body>
-    void run(std::size_t items, int threads, Body&& body) {
-        using Plain = std::remove_reference_t<Body>;
+    void run(std::size_t items, int threads, const Body& body) {
         run_items(
-            items, threads, [](void* state, std::size_t i) { (*static_cast<Plain*>(state))(i); },
-            const_cast<void*>(static_cast<const void*>(&body)));
+            items, threads, [](const void* state, std::size_t i) { (*static_cast<const Body*>(state))(i); }, &body);
     }
 
   private:
     struct Job;
-    using Call = void (*)(void* state, std::size_t item);
+    using Call = void (*)(const void* state, std::size_t item);
 
-    void run_items(std::size_t items, int threads, Call call, void* state);
+    void run_items(std::size_t items, int threads, Call call, const void* state);
     void add_threads();
     void serve();
-    void unlink(Job* job);
 
     const int limit_;
     std::mutex mutex_;
-    std::condition_variable wake_;
-    std::condition_variable done_;
-    Job* first_ = nullptr;  // jobs that still want helpers, oldest first
-    int wanted_ = 0;        // helpers wanted by those jobs
+    std::condition_variable wake_, done_;
+    std::vector<Job*> wanted_;  // a job once for each helper it may still get
     int threads_ = 0;
     int busy_ = 0;  // threads inside a job
 };

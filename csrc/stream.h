@@ -17,8 +17,8 @@ void stream_copy(char* dst, const char* src, std::size_t n);
 // `count` rows of `run` bytes, dst_stride and src_stride apart; dst, its stride and run are
 // multiples of kLineBytes. `ahead` is where a later call will read: reading it early hides a jump
 // of the source.
-void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride,
-                 std::size_t run, std::size_t count, const char* ahead);
+void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride, std::size_t run,
+                 std::size_t count, const char* ahead);
 
 void stream_fence();
 

@@ -4,7 +4,7 @@ Beside them stands transformers' own cache, kept in memory and cropped to the sa
 that any store can cost. All of them must give the same tokens; the exit status is 1 when they do not,
 or when a hit that should happen did not.
 
-    python examples/demo.py [--tokens 2400] [--new 24] [--repeats 5] [--picture .cache/demo.png]
+    python examples/demo.py [--tokens 2400] [--new 48] [--repeats 5] [--picture .cache/demo.png]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,37 +27,50 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
-from lmkv_hf import CachedModel
+from lmkv_hf import CachedModel, Report
 from lmkv_hf.geometry import CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
 MANUAL = ROOT / "examples" / "station_manual.txt"
-QUESTION = "\n\nWhich four words can end the morning message, and what does each of them mean?"
-BUDGET = "1GiB"
+QUESTION = "\n\nHow far from the harbour of Ellinsund is Skarven Rock, and why was the station built?"
+BUDGET, CHUNK = "1GiB", 256
+NOTHING = Report()
 
 
 @dataclass
 class Run:
-    """One way to the answer. seconds: to the first token, one a repetition; hit: prompt tokens restored, by tier."""
+    """One way to the answer. seconds: to the first token, one a repetition; reference: those of transformers' own cache
+    beside them; answer: generated tokens; hit: prompt tokens restored, by tier."""
 
     title: str
     color: str
     seconds: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     hit: dict[str, int] = field(default_factory=dict)
+
+    def note(self, seconds: float, sequences: torch.Tensor, ids: torch.Tensor, report: Report = NOTHING) -> None:
+        """One repetition; the first one has the answer."""
+        self.seconds.append(seconds)
+        if len(self.seconds) == 1:
+            self.answer = sequences[0, ids.shape[1] :].tolist()
+            self.hit = dict(report.sequences[0].tiers) if report.sequences else {}
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
 
     @property
-    def spread(self) -> str:
-        return f"{min(self.seconds):.2f} to {max(self.seconds):.2f} s" if len(self.seconds) > 1 else ""
+    def ratio(self) -> float:
+        """Against transformers' own cache."""
+        return self.median / statistics.median(self.reference)
 
 
 class Clock:
@@ -83,6 +96,7 @@ def measure(generate: Callable[..., Any], ids: torch.Tensor, new: int, **argumen
 
 def load() -> tuple[Any, Any]:
     """The model in fp32, woken up: its weights are mapped from disk when they are first touched."""
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model.generate(tokenizer("Good morning. " * 25, return_tensors="pt")["input_ids"], max_new_tokens=2)
@@ -100,19 +114,41 @@ def build_prompt(tokenizer: Any, count: int) -> torch.Tensor:
     return torch.tensor([start + manual[:room] + end])
 
 
+def compare(cached: CachedModel, ids: torch.Tensor, kept: DynamicCache | None, new: int, repeats: int, run: Run) -> Run:
+    """Measure lmkv's hits into ``run`` and, in turn with them, transformers with a copy of ``kept``: both then saw the
+    same load on the machine. Without ``kept`` every hit comes from disk. Returns the run of transformers."""
+    own, disk = Run("transformers' own cache", "#6a9a78"), kept is None
+    for repeat in range(repeats):
+        tokens = 2 if repeat else new
+        if disk:
+            cached.engine.clear(tier="cpu")
+        run.note(*measure(cached.generate, ids, tokens), ids, cached.last)
+        if kept is None:
+            kept = own_copy(cached, ids, sum(run.hit.values()))
+        arguments = {CACHE: copy.deepcopy(kept)}
+        own.note(*measure(cached.model.generate, ids, tokens, **arguments), ids)
+        run.reference.append(own.seconds[-1])
+    own.hit = {"memory": kept.get_seq_length()} if kept else {}
+    own.reference = own.seconds
+    return own
+
+
+def own_copy(cached: CachedModel, ids: torch.Tensor, length: int) -> DynamicCache:
+    """transformers' own cache with the first ``length`` tokens of what lmkv restores."""
+    result = cached.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
+    own = DynamicCache(config=cached.model.config)
+    for index, layer in enumerate(result[CACHE].layers):
+        own.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+    return own
+
+
 def from_disk(folder: str, ids: torch.Tensor, new: int, repeats: int) -> Run:
     """What the second process does: open the store that the first one left, and answer from it."""
     model, _ = load()
     run = Run("lmkv, disk, new process", "#2f6f9f")
-    with CachedModel(model, cpu_budget=BUDGET, tiers=f"disk://{folder}") as cached:
+    with CachedModel(model, cpu_budget=BUDGET, tiers=[f"disk://{folder}"]) as cached:
         cached.engine.storage.arena.warmed.wait(60)
-        for repeat in range(repeats):
-            seconds, result = measure(cached.generate, ids, 2 if repeat else new)
-            run.seconds.append(seconds)
-            if not repeat:
-                run.answer = result[0, ids.shape[1] :].tolist()
-                run.hit = dict(cached.last.sequences[0].tiers)
-            cached.engine.clear(tier="cpu")
+        compare(cached, ids, None, new, repeats, run)
     return run
 
 
@@ -123,77 +159,64 @@ def in_new_process(folder: str, arguments: argparse.Namespace) -> Run:
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def measure_all(arguments: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Run]:
+def measure_all(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[Run]:
     """All runs, in the order of the table."""
-    new, columns = arguments.new, arguments.tokens
+    new = arguments.new
     say("loading SmolLM2-135M-Instruct")
     model, tokenizer = load()
-    ids = build_prompt(tokenizer, columns)
+    ids = build_prompt(tokenizer, arguments.tokens)
+    plain, cold = Run("transformers, cold", "#b9b4ac"), Run("lmkv, cold", "#8d867b")
+    warm = Run("lmkv, host memory", "#d1603d")
 
-    say(f"{columns} tokens through transformers, cold")
-    plain = Run("transformers, cold", "#b9b4ac")
+    say(f"{arguments.tokens} tokens through transformers, cold")
     seconds, output = measure(model.generate, ids, new, return_dict_in_generate=True)
-    plain.seconds.append(seconds)
-    plain.answer = output.sequences[0, columns:].tolist()
-    yield plain
-
+    plain.note(seconds, output.sequences, ids)
     with tempfile.TemporaryDirectory(prefix="lmkv-demo-", dir=MODEL.parent) as folder:
-        with CachedModel(model, cpu_budget=BUDGET, tiers=f"disk://{folder}") as cached:
+        with CachedModel(model, cpu_budget=BUDGET, tiers=[f"disk://{folder}"]) as cached:
             say("the same through lmkv, cold")
-            cold, warm = Run("lmkv, cold", "#8d867b"), Run("lmkv, host memory", "#d1603d")
-            own = Run("transformers' own cache", "#6a9a78")
-            for run in (cold, warm):
-                seconds, result = measure(cached.generate, ids, new)
-                run.seconds.append(seconds)
-                run.answer = result[0, columns:].tolist()
-                run.hit = dict(cached.last.sequences[0].tiers)
-            restored = sum(warm.hit.values())
-            yield cold
-
-            say("from memory: lmkv and transformers' own cache in turn")
+            cold.note(*measure(cached.generate, ids, new), ids, cached.last)
+            say("lmkv from host memory and transformers' own cache, in turn")
             kept = output[CACHE]
-            kept.crop(restored - kept.get_seq_length())
-            for repeat in range(arguments.repeats):
-                cache = copy.deepcopy(kept)
-                seconds, result = measure(model.generate, ids, 2 if repeat else new, **{CACHE: cache})
-                own.seconds.append(seconds)
-                own.answer = own.answer or result[0, columns:].tolist()
-                if repeat:
-                    warm.seconds.append(measure(cached.generate, ids, 2)[0])
-            own.hit = {"in memory": restored}
-            yield warm
+            kept.crop((arguments.tokens - 1) // CHUNK * CHUNK - kept.get_seq_length())
+            own = compare(cached, ids, kept, new, arguments.repeats, warm)
             say("waiting for the disk")
             cached.engine.flush(60)
-        say("a new process, from disk")
-        yield in_new_process(folder, arguments)
-    yield own
+        say("lmkv from disk, in a new process")
+        disk = in_new_process(folder, arguments)
+    return [plain, cold, warm, disk, own]
 
 
 def faults(runs: list[Run], tokens: int) -> list[str]:
     """What did not come out as it should."""
     plain, cold, warm, disk, own = runs
     found = [f"{run.title}: other tokens than {plain.title}" for run in runs if run.answer != plain.answer]
-    most = (tokens - 1) // 256 * 256
+    most = (tokens - 1) // CHUNK * CHUNK
     if cold.hit:
         found.append(f"{cold.title}: {cold.hit} tokens restored from an empty store")
-    for run, tier in ((warm, "cpu"), (disk, "disk"), (own, "in memory")):
+    for run, tier in ((warm, "cpu"), (disk, "disk"), (own, "memory")):
         if run.hit != {tier: most}:
             found.append(f"{run.title}: {run.hit or 'nothing'} restored instead of {most} tokens from {tier}")
     return found
 
 
+def fastest_cold(runs: list[Run]) -> float:
+    """What speed-ups are counted from: the first long prefill of a process is slower than the second."""
+    return min(run.median for run in runs if not run.hit)
+
+
 def table(runs: list[Run], tokens: int) -> Table:
-    plain, own = runs[0], runs[-1]
-    shown = Table(title=f"Time to the first token, {tokens}-token prompt, SmolLM2-135M fp32 on CPU", title_style="bold")
-    for name, side in (("", "left"), ("prompt", "right"), ("restored", "right"), ("first token", "right"),
-                       ("range", "right"), ("speed-up", "right"), ("of own cache", "right"), ("tokens", "left")):  # fmt: skip
-        shown.add_column(name, justify=side)
+    """The runs as rows; ``vs own`` is against transformers' own cache, measured in turn with the run."""
+    title = f"{tokens}-token prompt, SmolLM2-135M-Instruct, fp32, {torch.get_num_threads()} CPU threads"
+    shown = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("", no_wrap=True)
+    for name in ("restored", "TTFT", "faster", "vs own", "same"):
+        shown.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         restored = ", ".join(f"{count} {tier}" for tier, count in run.hit.items()) or "-"
-        same = "identical" if run.answer == plain.answer else "[bold red]DIFFERENT[/]"
-        ratio = f"{run.median / own.median:.2f}" if run.hit else "-"
-        speed = f"{plain.median / run.median:.1f}x"
-        shown.add_row(run.title, str(tokens), restored, f"{run.median:.3f} s", run.spread, speed, ratio, same)
+        same = "[green]yes[/]" if run.answer == runs[0].answer else "[bold red]NO[/]"
+        ratio = f"{run.ratio:.2f}" if run.hit else "-"
+        speed = f"{fastest_cold(runs) / run.median:.1f}x" if run.hit else "-"
+        shown.add_row(run.title, restored, f"{run.median:.3f} s", speed, ratio, same)
     return shown
 
 
@@ -204,29 +227,34 @@ def draw(runs: list[Run], tokens: int, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 3.9), width_ratios=(1.25, 1), layout="constrained")
-    plain, hits = runs[0], [run for run in runs if run.hit]
+    plt.rcParams.update({"font.size": 10} | {f"axes.spines.{side}": False for side in ("top", "right", "left")})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.1), width_ratios=(1.2, 1), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
+    hits = [run for run in runs if run.hit]
     for axes, shown in ((left, runs), (right, hits)):
-        titles = [run.title for run in shown]
-        axes.barh(titles, [run.median for run in shown], color=[run.color for run in shown], height=0.62)
+        titles, medians, colors = zip(*[(run.title, run.median, run.color) for run in shown], strict=True)
+        axes.barh(titles, medians, color=colors, height=0.6)
         axes.invert_yaxis()
-        axes.set_xlabel("seconds to the first token")
         axes.tick_params(axis="y", length=0)
-    widest = max(run.median for run in runs)
-    left.set_xlim(0, widest * 1.24)
+    for axes, title, label in (
+        (left, f"{tokens}-token prompt, {sum(runs[-1].hit.values())} tokens restored", "seconds to the first token"),
+        (right, "The restored runs, close up", "seconds (bars: medians, dots: repetitions)"),
+    ):
+        axes.set_title(title, loc="left", fontsize=10.5, color="#333333", pad=10)
+        axes.set_xlabel(label, color="#555555")
+    longest, furthest = max(run.median for run in runs), max(max(run.seconds) for run in hits)
+    left.set_xlim(0, longest * 1.2)
+    right.set_xlim(0, furthest * 1.55)
     for place, run in enumerate(runs):
-        speed = f"   {plain.median / run.median:.1f}x faster" if run.hit else ""
-        left.text(run.median + widest * 0.015, place, f"{run.median:.2f} s{speed}", va="center")
-    left.set_title(f"{tokens}-token prompt, {sum(runs[-1].hit.values())} tokens restored", loc="left", fontsize=10.5)
-    right.set_xlim(0, max(max(run.seconds) for run in hits) * 1.3)
+        speed = f"   {fastest_cold(runs) / run.median:.1f} times faster" if run.hit else ""
+        left.text(run.median + longest * 0.015, place, f"{run.median:.2f} s{speed}", va="center")
     for place, run in enumerate(hits):
-        right.plot(run.seconds, [place] * len(run.seconds), "o", ms=4.5, mfc="white", mec="#333", mew=0.9)
-        label = "1.00 (reference)" if run is runs[-1] else f"{run.median / runs[-1].median:.2f}"
-        right.text(max(run.seconds) * 1.04, place, label, va="center")
-    right.set_title("Close up: every repetition, and the ratio to transformers' own cache", loc="left", fontsize=10.5)
-    figure.suptitle("SmolLM2-135M-Instruct, fp32, two CPU cores: prefill against restoring the KV cache",
-                    fontsize=12.5, fontweight="bold", x=0.01, ha="left")  # fmt: skip
+        right.plot(run.seconds, [place] * len(run.seconds), "o", ms=5, mfc="white", mec="#222222", mew=0.9)
+        right.text(furthest * 1.08, place, f"{run.ratio:.2f} x own cache", va="center")
+    figure.suptitle(
+        f"Prefill against restoring the KV cache: SmolLM2-135M-Instruct, fp32, {torch.get_num_threads()} CPU threads",
+        fontsize=13, fontweight="bold", x=0.012, ha="left",
+    )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -234,7 +262,7 @@ def draw(runs: list[Run], tokens: int, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2400, help="length of the prompt")
-    parser.add_argument("--new", type=int, default=24, help="tokens to generate and compare")
+    parser.add_argument("--new", type=int, default=48, help="tokens to generate and compare")
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of what is fast")
     parser.add_argument("--picture", type=Path, default=ROOT / ".cache" / "demo.png")
     parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
@@ -245,7 +273,7 @@ def main() -> int:
         return 0
     console = Console()
     with console.status("") as status:
-        runs = list(measure_all(arguments, status.update))
+        runs = measure_all(arguments, status.update)
         draw(runs, arguments.tokens, arguments.picture)
     answer = AutoTokenizer.from_pretrained(MODEL).decode(runs[0].answer, skip_special_tokens=True)
     console.print(f'The answer begins: "{answer.strip()}"\n', highlight=False)

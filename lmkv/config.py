@@ -4,52 +4,35 @@
     config.cpu.budget.resolve(memory_limit())                # bytes
     config.origin("cpu.budget")                              # "argument"
 
-Anything unknown or out of range is a ``ConfigError`` with the key, the value, where it came from
-and the nearest known key; nothing is ignored. ``lmkv config docs`` prints the reference tables of
-docs/configuration.md.
+Anything unknown or out of range is a ``ConfigError`` with the key, the value, its origin and the nearest known key.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, urlencode
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
 
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, nearest
 from lmkv.units import Size, memory_limit, parse_bytes, parse_number, parse_seconds
 
-toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+__all__ = ["Config", "CpuConfig", "Size", "TierConfig", "markdown", "memory_limit"]
 
-__all__ = ["Config", "CpuConfig", "Size", "TierConfig", "markdown", "memory_limit", "nearest"]
-
-SizeField = Annotated[Size, PlainValidator(Size.parse), PlainSerializer(str)]
-Bytes = Annotated[int, PlainValidator(parse_bytes)]
+SizeField = Annotated[Size, BeforeValidator(Size.parse), PlainSerializer(str)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(lambda nbytes: str(Size(nbytes)))]
 Int = Annotated[int, BeforeValidator(parse_number)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = {"frozen": True, "extra": "forbid", "allow_inf_nan": False}
 
 
 class CpuConfig(_Model):
@@ -59,86 +42,67 @@ class CpuConfig(_Model):
         default=Size(fraction=0.25),
         description="Host memory for chunks; a fraction is of what the cgroup or machine allows.",
     )
-    slab: Bytes = Field(
-        default=64 << 20, description="Memory comes from the system, and returns, in slabs of this size."
-    )
+    slab: Bytes = Field(default=64 << 20, description="Memory comes from the system, and returns, in such pieces.")
     huge_pages: bool = Field(default=True, description="Back the slabs with transparent huge pages.")
     touch: bool = Field(default=True, description="Fault the memory in at start, in the background, not at first use.")
-    lease_timeout: Seconds = Field(
-        default=60.0, description="An acquired prefix that nobody retrieves is let go after this."
-    )
+    lease_timeout: Seconds = Field(default=60.0, description="An acquired prefix not retrieved is let go after this.")
 
 
 class TierConfig(_Model):
     """One tier below host memory: a table, or a URL with these keys as query options."""
 
-    url: str = Field(
-        description="Backend, folder or address, and the backend's own options: `disk:///var/cache/lmkv?fsync=1`."
-    )
+    url: str = Field(description="Backend, place and the backend's own options: `disk:///var/cache/lmkv?fsync=1`.")
     budget: SizeField | None = Field(
         default=Size(fraction=0.5),
-        description="Most the tier may hold; a fraction is of the free space and what it holds, "
-        "and no limit where that cannot be known.",
+        description="Most the tier may hold; a fraction is of the free space, where known, and what it holds.",
     )
     codec: str = Field(default="raw", description="How chunks are written: `raw`, `zstd`, or a plug-in.")
     level: Int | None = Field(default=None, description="Level of the codec; empty: the codec's own.")
     admission: Literal["all", "second_touch", "on_eviction"] = Field(
         default="all",
-        description="What is written: `all`, `second_touch` (reused once) or `on_eviction` (leaving host memory).",
+        description="What is written: `all`, `second_touch` (used again) or `on_eviction` (leaving host memory).",
     )
     readers: Int = Field(default=4, ge=1, le=256, description="Reads in flight.")
     writers: Int = Field(default=2, ge=1, le=256, description="Writes in flight.")
-    ttl: Seconds | None = Field(
-        default=None, description="Chunks expire this long after they were stored; empty: never."
-    )
-    max_write_delay: Seconds = Field(
-        default=30.0, description="A write that would wait longer than this is dropped, and counted."
-    )
+    ttl: Seconds | None = Field(default=None, description="Chunks expire this long after they were stored.")
+    max_write_delay: Seconds = Field(default=30.0, description="A write that would wait longer is dropped.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_url(cls, data: object) -> object:
-        given = {"url": data} if isinstance(data, str) else data
-        if not isinstance(given, Mapping) or not isinstance(url := given.get("url"), str):
-            return data
-        base, _, query = url.partition("?")
-        if not re.match(r"[a-z][a-z0-9+.-]*://", base):
-            raise ValueError("is not a URL: a folder is written disk:///path")
-        pairs = parse_qsl(query, keep_blank_values=True)
-        counts = Counter([name for name, _ in pairs] + [name for name in given if name != "url"])
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"sets {twice[0]} twice")
-        ours = {name: value for name, value in pairs if name in cls.model_fields and name != "url"}
-        rest = [(name, value) for name, value in pairs if name not in ours]
-        return {**given, **ours, "url": base + ("?" + urlencode(rest, safe="/:,") if rest else "")}
+
+def _tier(data: object) -> object:
+    """A tier's table, with those query options of its URL that are keys of it."""
+    given = {"url": data} if isinstance(data, str) else data
+    if not isinstance(given, Mapping) or not isinstance(url := given.get("url"), str):
+        return data
+    base, _, query = url.partition("?")
+    if not re.match(r"[a-z][a-z0-9+.-]*://", base):
+        raise ValueError("is not a URL: a folder is written disk:///path")
+    pairs = parse_qsl(query, keep_blank_values=True)
+    ours = {name: value for name, value in pairs if name in TierConfig.model_fields}
+    rest = {name: value for name, value in pairs if name not in ours}
+    names = [*given, *(name for name, _ in pairs)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"sets {min(twice)} twice")
+    return {**given, **ours, "url": base + ("?" + urlencode(rest, safe="/:,") if rest else "")}
 
 
 class Config(_Model):
     """Everything that can be set. ``load`` reads all sources."""
 
-    chunk_tokens: Int = Field(
-        default=256, ge=1, le=1 << 16, description="Tokens a chunk: the unit of keys and storage."
-    )
+    chunk_tokens: Int = Field(default=256, ge=1, le=1 << 16, description="Tokens a chunk: what is keyed and stored.")
     copy_threads: Int = Field(default=0, ge=0, le=256, description="Threads that copy pages; 0: one a core, at most 4.")
     policy: str = Field(default="lru", description="Which chunks leave a full tier first.")
     min_hit_tokens: Int = Field(default=0, ge=0, description="A hit shorter than this is not taken.")
     operation_timeout: Seconds = Field(default=30.0, description="A read that takes longer is a miss.")
     close_timeout: Seconds = Field(default=5.0, description="Closing waits at most this long for writes under way.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="Host memory.")
-    tiers: tuple[TierConfig, ...] = Field(
-        default=(), description="Tiers below host memory, fastest first: tables, or URLs."
-    )
+    tiers: tuple[Annotated[TierConfig, BeforeValidator(_tier)], ...] = Field(default=(), description="Fastest first.")
 
-    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _origins: dict[str, str] = {}
 
-    @field_validator("tiers", mode="before")
+    @field_validator("tiers", mode="wrap")
     @classmethod
-    def _split_tiers(cls, value: object) -> object:
-        return value.split() if isinstance(value, str) else value
-
-    @field_validator("tiers")
-    @classmethod
-    def _distinct_tiers(cls, tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+    def _tiers(cls, value: object, validate: Callable[[object], tuple[TierConfig, ...]]) -> tuple[TierConfig, ...]:
+        tiers = validate(value.split() if isinstance(value, str) else value)
         if len({tier.url.partition("?")[0] for tier in tiers}) < len(tiers):
             raise ValueError("names a tier twice")
         return tiers
@@ -147,34 +111,30 @@ class Config(_Model):
     def load(cls, path: str | Path | None = None, env: Mapping[str, str] = os.environ, **overrides: Any) -> Config:
         """Defaults, then the file (``path``, else ``$LMKV_CONFIG``), ``env``, ``overrides``.
 
-        Overrides are fields (``tiers=["disk:///p"]``, ``cpu={"budget": "1GiB"}``) or flat names
-        (``cpu_budget="1GiB"``). ConfigError: anything unknown, out of range, or no such file.
+        Overrides: ``tiers=["disk:///p"]``, ``cpu={"budget": "1GiB"}`` or, flat, ``cpu_budget="1GiB"``.
         """
         path = env.get("LMKV_CONFIG") if path is None else path
-        settings = [] if path is None else [*_flatten(_read(Path(path)), f"file {path}")]
-        variables = {"LMKV_" + name.upper(): key for name, key in _flat_names().items()}
-        for name, value in env.items():
-            if name in variables:
-                settings.append((variables[name], value, f"env {name}"))
-            elif name.startswith("LMKV_") and name != "LMKV_CONFIG":
-                hint = nearest(name, [*variables, "LMKV_CONFIG"])
-                raise ConfigError(name, f"unknown variable{hint}")
-        return cls._build([*settings, *_arguments(overrides)])
+        settings = [] if path is None else [*_settings(_read(Path(path)), f"file {path}")]
+        variables = {f"LMKV_{name.upper()}": key for name, key in _FLAT.items()}
+        for name in sorted(each for each in env if each.startswith("LMKV_") and each != "LMKV_CONFIG"):
+            if name not in variables:
+                raise ConfigError(name, f"unknown variable{nearest(name, [*variables, 'LMKV_CONFIG'])}")
+            settings.append((variables[name], env[name], f"env {name}"))
+        return cls._build(settings, overrides)
 
     def override(self, **overrides: Any) -> Config:
         """A copy with ``overrides``, as for ``load``, on top."""
-        mine = _flatten(self.model_dump(exclude_unset=True), "argument")
-        settings = [(key, value, self._origins.get(key, where)) for key, value, where in mine]
-        return self._build([*settings, *_arguments(overrides)])
+        mine = _settings(self.model_dump(exclude_unset=True), "argument")
+        kept = [(key, value, self._origins.get(key, where)) for key, value, where in mine]
+        return self._build(kept, overrides)
 
     @classmethod
-    def _build(cls, settings: Iterable[tuple[str, Any, str]]) -> Config:
+    def _build(cls, settings: list[tuple[str, Any, str]], overrides: Mapping[str, Any]) -> Config:
         tree: dict[str, Any] = {"cpu": {}}
-        origins: dict[str, str] = {}
-        for key, value, where in settings:
-            table, dot, name = key.partition(".")
-            (tree[table] if dot else tree)[name if dot else table] = value
-            origins[key] = where
+        settings += _settings({_FLAT.get(name, name): value for name, value in overrides.items()}, "argument")
+        origins = {key: where for key, _, where in settings}
+        for key, value, _ in settings:
+            (tree["cpu"] if key.startswith("cpu.") else tree)[key.removeprefix("cpu.")] = value
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
@@ -184,127 +144,86 @@ class Config(_Model):
 
     def origin(self, key: str) -> str:
         """Source of a dotted key: ``default``, ``file …``, ``env LMKV_…`` or ``argument``."""
-        node: Any = self
-        *parents, last = key.split(".")
-        for part in parents:
-            node = node[int(part)] if isinstance(node, tuple) else getattr(node, part)
-        if last not in node.model_fields_set:
-            return "default"
-        return self._origins.get("tiers" if parents[:1] == ["tiers"] else key, "argument")
+        top, _, rest = key.partition(".")
+        if top == "tiers" and rest:
+            number, _, name = rest.partition(".")
+            return self.origin("tiers") if name in self.tiers[int(number)].model_fields_set else "default"
+        return self._origins.get(key, "default")
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Every effective value: dotted key, value as text, origin."""
-        models: list[tuple[str, BaseModel]] = [("", self), ("cpu.", self.cpu)]
-        models += [(f"tiers.{index}.", tier) for index, tier in enumerate(self.tiers)]
+        models = [("", self), ("cpu.", self.cpu), *((f"tiers.{n}.", tier) for n, tier in enumerate(self.tiers))]
         for prefix, model in models:
-            for name in type(model).model_fields:
-                if prefix or name not in ("cpu", "tiers"):
-                    value = _text(name, getattr(model, name))
-                    yield prefix + name, value, self.origin(prefix + name)
+            for key, value in _texts(prefix, model):
+                yield key, value, self.origin(key)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown ``name``: what was meant, else all there is."""
-    names = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
+# as in arguments and variables: cpu_budget
+_FLAT = {name: name for name in Config.model_fields if name != "cpu"}
+_FLAT |= {f"cpu_{name}": f"cpu.{name}" for name in CpuConfig.model_fields}
 
 
-def _flat_names() -> dict[str, str]:
-    """``cpu_budget`` -> ``cpu.budget`` for what a variable or a flat argument can set."""
-    names = {name: name for name in Config.model_fields if name != "cpu"}
-    return names | {f"cpu_{name}": f"cpu.{name}" for name in CpuConfig.model_fields}
-
-
-def _flatten(tree: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any, str]]:
-    """Settings of one source; those of the cpu table one by one, so that sources can share it."""
+def _settings(tree: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any, str]]:
+    """Dotted key, value, origin of what one source sets; the cpu table key by key, so that sources can share it."""
     for key, value in tree.items():
-        if "." in str(key):
-            hint = nearest(str(key), Config.model_fields)
-            raise ConfigError(str(key), f"unknown key{hint} (from {where})")
+        table = value.model_dump(exclude_unset=True) if isinstance(value, CpuConfig) else value
         if key != "cpu":
             yield str(key), value, where
-            continue
-        table = value.model_dump(exclude_unset=True) if isinstance(value, CpuConfig) else value
-        if not isinstance(table, Mapping):
-            raise ConfigError("cpu", f"{value!r} should be a table (from {where})")
-        yield from ((f"cpu.{name}", inner, where) for name, inner in table.items())
-
-
-def _arguments(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    flat = _flat_names()
-    for name, value in overrides.items():
-        if name in flat:
-            yield flat[name], value, "argument"
+        elif isinstance(table, Mapping):
+            yield from ((f"cpu.{name}", inner, where) for name, inner in table.items())
         else:
-            yield from _flatten({name: value}, "argument")
+            raise ConfigError("cpu", f"{value!r} should be a table (from {where})")
 
 
 def _read(path: Path) -> Mapping[Any, Any]:
-    """The tree in a .toml, .yaml or .yml file."""
     try:
+        text = path.read_text("utf-8")
         if path.suffix == ".toml":
-            tree = toml.loads(path.read_text("utf-8"))
+            tree = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
         elif path.suffix in (".yaml", ".yml"):
-            yaml: Any = importlib.import_module("yaml")
-            tree = yaml.safe_load(path.read_text("utf-8"))
+            tree = importlib.import_module("yaml").safe_load(text)
         else:
-            raise ConfigError("config", f"'{path}' should be a .toml, .yaml or .yml file")
+            raise ValueError("should be a .toml, .yaml or .yml file")
+        if not isinstance(tree, Mapping | None):
+            raise ValueError(f"should hold a table, not {type(tree).__name__}")
     except ImportError:
-        message = f"'{path}' needs PyYAML: pip install pyyaml, or use TOML"
-        raise ConfigError("config", message) from None
-    except OSError as error:
-        raise ConfigError("config", f"cannot read '{path}': {error.strerror}") from None
-    except ConfigError:
-        raise
-    except Exception as error:  # the parsers' own errors, which share no base class
-        message = f"'{path}' cannot be parsed: {' '.join(str(error).split())}"
-        raise ConfigError("config", message) from None
-    if not isinstance(tree, Mapping | None):
-        raise ConfigError("config", f"'{path}' should hold a table, not {type(tree).__name__}")
+        raise ConfigError("config", f"'{path}' needs PyYAML: pip install pyyaml, or use TOML") from None
+    except Exception as error:  # the parsers' own errors share no base class
+        raise ConfigError("config", f"cannot read '{path}': {' '.join(str(error).split())}") from None
     return tree or {}
 
 
 def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     first = error.errors(include_url=False)[0]
-    table, *rest = (str(part) for part in first["loc"])
-    key = ".".join([table, *rest])
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(path)
     if first["type"] == "missing":
         message = "is required"
     elif first["type"] == "extra_forbidden":
-        tables: dict[str, type[BaseModel]] = {"cpu": CpuConfig, "tiers": TierConfig}
-        inner = tables[table].model_fields if rest else [*Config.model_fields]
-        known = inner if rest else [*inner, *_flat_names().values()]
-        message = f"unknown key{nearest([table, *rest][-1], known)}"
+        known = {1: [*Config.model_fields, *_FLAT.values()], 2: CpuConfig.model_fields, 3: TierConfig.model_fields}
+        message = f"unknown key{nearest(path[-1], known[len(path)])}"
     else:
         reason = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
-        reason = reason.replace("a valid tuple", "a list of tables or URLs")
         message = f"{str(first['input'])[:200]!r} {reason}"
-    where = origins.get(key) or origins.get(table)
-    return ConfigError(key, message + (f" (from {where})" if where else ""))
+    return ConfigError(key, f"{message} (from {origins.get(key) or origins[path[0]]})")
 
 
-def _text(name: str, value: object) -> str:
-    """A value as it would be written in a file."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(Size(nbytes=value) if name == "slab" and isinstance(value, int) else value)
+def _texts(prefix: str, model: BaseModel) -> Iterator[tuple[str, str]]:
+    """Dotted key and value, as it would be written in a file, of all but the tables below."""
+    for name, value in model.model_dump(mode="json", exclude={"cpu", "tiers"}).items():
+        text = "" if value is None else str(value)
+        yield prefix + name, text.lower() if isinstance(value, bool) else text
 
 
 def markdown() -> str:
     """The tables of docs/configuration.md: every key, its default, its variable, its meaning."""
-    lines: list[str] = []
-    models: list[tuple[str, type[BaseModel]]]
-    models = [("", Config), ("cpu.", CpuConfig), ("tiers.N.", TierConfig)]
-    for prefix, model in models:
+    lines = []
+    for prefix, model in (("", Config()), ("cpu.", CpuConfig()), ("tiers.N.", TierConfig(url="x://"))):
         lines += ["| key | default | variable | meaning |", "|---|---|---|---|"]
-        for name, field in model.model_fields.items():
-            if name == "cpu":
-                continue
-            default = "required" if field.is_required() else f"`{_text(name, field.default)}`"
-            default = "" if field.default in (None, ()) else default
-            variable = f"`LMKV_{(prefix + name).replace('.', '_').upper()}`"
-            variable = "in `LMKV_TIERS`" if model is TierConfig else variable
-            lines.append(f"| `{prefix}{name}` | {default} | {variable} | {field.description} |")
+        for key, text in _texts(prefix, model):
+            field = type(model).model_fields[key.removeprefix(prefix)]
+            default = "required" if field.is_required() else f"`{text}`" if text else ""
+            variable = "in `LMKV_TIERS`" if "N" in prefix else f"`LMKV_{key.replace('.', '_').upper()}`"
+            lines.append(f"| `{key}` | {default} | {variable} | {field.description} |")
         lines.append("")
     return "\n".join(lines)

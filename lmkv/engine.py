@@ -279,7 +279,7 @@ class Engine:
         """Containers to fetch, chunk by chunk."""
         needed = [self.spec.needed_chunks(g, len(plan.entries)) for g in self.groups]
         return [
-            Wanted(entry, entry.key(g, self.shard))
+            Wanted(entry, entry.key(g, self.shard), self.sizes[g])
             for i, entry in enumerate(plan.entries)
             if entry is not None and i >= first
             for g in self.groups

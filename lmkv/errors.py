@@ -13,6 +13,9 @@ miss with a reason, counted in ``Engine.stats()``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class LmkvError(Exception):
     """Base of all lmkv errors."""
@@ -44,3 +47,10 @@ class BackendError(LmkvError):
 
 class Closed(LmkvError):
     """The engine was closed before the call."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown ``name``: what was meant, else all there is."""
+    names = sorted(set(known))
+    close = get_close_matches(name, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"

@@ -8,11 +8,10 @@ the entry point group ``lmkv.policies``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from lmkv.index import Entry
@@ -50,5 +49,4 @@ def policy(name: str) -> Policy:
         if not isinstance(found, Policy):
             raise ConfigError("policy", f"{name!r} is not an lmkv.eviction.Policy")
         return found
-    near = get_close_matches(name, [*_BUILT_IN, *known], n=1)
-    raise ConfigError("policy", f"unknown policy {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    raise ConfigError("policy", f"unknown policy {name!r}{nearest(name, {**_BUILT_IN, **known})}")

@@ -29,10 +29,11 @@ BATCH_ITEMS = 32
 
 
 class Wanted(NamedTuple):
-    """One container to fetch: its chunk's entry and its key."""
+    """One container to fetch: its chunk's entry, its key, and its bytes once decoded, which nothing else may have."""
 
     entry: Entry
     key: ChunkKey
+    raw_bytes: int
 
 
 class Ready(NamedTuple):
@@ -46,7 +47,7 @@ class Load:
     """One read in flight, shared by its joiners."""
 
     def __init__(self, wanted: Wanted, tier: Tier, nbytes: int, slot: Slot) -> None:
-        self.entry, self.key = wanted
+        self.entry, self.key, self.raw_bytes = wanted
         self.tier, self.nbytes, self.slot = tier, nbytes, slot
         self.joiners = 0
         self.reason = ""
@@ -178,6 +179,8 @@ class Loader:
             view = load.slot.view(result.nbytes)
             header = chunk.parse(view)
             chunk.verify(view, header, load.key)
+            if header.raw_bytes != load.raw_bytes:
+                raise BadContainer("bounds", f"{header.raw_bytes} bytes decoded instead of {load.raw_bytes}")
             if header.expires and header.expires <= time.time():
                 raise BadContainer("expired")
             if header.codec != "raw":

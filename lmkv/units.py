@@ -6,14 +6,13 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
-_AMOUNT = re.compile(r"(?i)\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?)\s*([a-z%]*)\s*")
-_BYTES = {"b": 1} | {
-    f"{letter}{i}b": (1024 if i else 1000) ** power for power, letter in enumerate("kmgt", 1) for i in ("", "i")
-}
+_AMOUNT = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:e-?\d{1,3})?)\s*([a-z%]*)\s*", re.IGNORECASE | re.ASCII)
+_BYTES = {"": 1, "b": 1} | {f"{c}b": 1000**n for n, c in enumerate("kmgt", 1)}
+_BYTES |= {f"{c}ib": 1024**n for n, c in enumerate("kmgt", 1)}
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-SMALLEST = 4096
 
 
 @dataclass(frozen=True)
@@ -25,36 +24,25 @@ class Size:
 
     @classmethod
     def parse(cls, value: object) -> Size:
-        """From ``8589934592``, ``"8GiB"`` (1024), ``"500MB"`` (1000), ``0.25`` or ``"25%"``.
+        """From ``8589934592``, ``"8GiB"`` (1024), ``"500MB"`` (1000), ``0.25`` or ``"25%"``; else ValueError.
 
-        ValueError: not an amount, not positive, a fraction above 1, or below 4096 bytes (which is
-        most often a forgotten unit).
+        Also for what is below 4096 bytes, which is most often a forgotten unit.
         """
         if isinstance(value, Size):
             return value
-        match = None
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            match = _AMOUNT.fullmatch(str(value))
-        if not match:
-            raise ValueError("is not a size: write 8GiB, 500MB, a number of bytes, 0.25 or 25%")
-        number, unit = match[1], match[2].lower()
-        if unit == "%" or (not unit and not number.isdigit()):
-            fraction = float(number) / (100 if unit else 1)
-            if not 0 < fraction <= 1:
-                raise ValueError("is no fraction in (0, 1]: write 0.25 or 25%, or 8GiB")
-            return cls(fraction=fraction)
-        if unit and unit not in _BYTES:
-            raise ValueError("has an unknown unit: write KiB, MiB, GiB, TiB, or KB, MB, GB, TB")
-        scale = _BYTES[unit or "b"]
-        if not (float(number) * scale < 2**63):
-            raise ValueError("is above 2^63 bytes")
-        nbytes = int(number) * scale if number.isdigit() else round(float(number) * scale)
-        if nbytes < SMALLEST:
-            raise ValueError(f"is below {SMALLEST} bytes: write a size with a unit, such as 8GiB")
-        return cls(nbytes=nbytes)
+        number = isinstance(value, int | float | str) and not isinstance(value, bool)
+        if match := _AMOUNT.fullmatch(str(value)) if number else None:
+            amount, unit = Decimal(match[1]), match[2].lower()
+            if unit == "%" or (not unit and not match[1].isdigit()):
+                fraction = float(amount) / (100 if unit else 1)
+                if 0 < fraction <= 1:
+                    return cls(fraction=fraction)
+            elif unit in _BYTES and 4096 <= amount * _BYTES[unit] < 2**63:
+                return cls(nbytes=int(amount * _BYTES[unit]))
+        raise ValueError("is not a size: write 8GiB, 500MB, a number of bytes (4096 or more), 0.25 or 25%")
 
     def resolve(self, total: int) -> int:
-        """Bytes, given what a fraction refers to; bytes stay what they are, also above it."""
+        """Bytes, given what a fraction refers to."""
         return self.nbytes or int(total * self.fraction)
 
     def __str__(self) -> str:
@@ -67,7 +55,7 @@ class Size:
 
 
 def parse_bytes(value: object) -> int:
-    """A size that must not be a fraction. ValueError as for ``Size.parse``."""
+    """A size that is no fraction. ValueError as for ``Size.parse``."""
     size = Size.parse(value)
     if size.fraction:
         raise ValueError("is a fraction: write bytes, such as 64MiB")
@@ -82,31 +70,22 @@ def parse_number(value: object) -> object:
 
 
 def parse_seconds(value: object) -> object:
-    """Seconds from a string with a unit (``30s``, ``7d``); anything else as it is."""
+    """Seconds from a string with a unit (``30s``, ``7d``); anything else as it is, for pydantic to judge."""
     match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    if not match or not match[2]:
-        return parse_number(value)
-    if match[2].lower() not in _SECONDS:
-        raise ValueError("has an unknown unit: write seconds, or a number with ms, s, m, h or d")
-    return float(match[1]) * _SECONDS[match[2].lower()]
+    if match and match[2].lower() in _SECONDS:
+        return float(match[1]) * _SECONDS[match[2].lower()]
+    return parse_number(value)
 
 
 def memory_limit(root: str | Path = "/") -> int:
     """Bytes this process may use: the machine's memory, or less where a cgroup (v2, v1) says so."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    base = Path(root)
-    try:
-        lines = (base / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    cgroups = Path(root, "proc/self/cgroup")
+    for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
         _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        mount = base / "sys/fs/cgroup" / ("memory" if controllers else "")
-        folder = Path(group.lstrip("/"))
-        for level in (folder, *folder.parents):
-            with suppress(OSError, ValueError):  # not visible in this namespace, or "max"
-                limits.append(int((mount / level / file).read_text()))
+        if not controllers or "memory" in controllers.split(","):
+            mount, file = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+            for level in ((folder := Path(group.lstrip("/"))), *folder.parents):
+                with suppress(OSError, ValueError):  # not visible in this namespace, or "max"
+                    limits.append(int(Path(root, "sys/fs/cgroup", mount, level, file).read_text()))
     return min(limits)

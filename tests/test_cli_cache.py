@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv import backends, chunk
-from lmkv.backends.base import Found, Write
+from lmkv.backends.base import Write
 from lmkv.cli import main
-from lmkv.cli.store import Tree
+from lmkv.cli.store import Object, oldest
 from lmkv.keys import ChunkKey, ChunkKeys, Identity, Scope
 from lmkv.spec import Kind, KVSpec, LayerGroup
 
@@ -94,23 +95,20 @@ def disk(tmp_path: Path) -> Disk:
 def test_ls_lists_newest_first(lmkv: Any, disk: Disk) -> None:
     old, new = disk.prompt(1, 2, age=7200), disk.prompt(2, 1, scope=1)
     rows = json.loads(lmkv("ls", "--json").out)
-    assert [row["key"] for row in rows] == [str(key) for key in (*new, old[1], old[0])]
+    assert [row["digest"] for row in rows] == [key.digest.hex() for key in (*new, old[1], old[0])]
+    written = datetime.fromtimestamp(disk.file(old[1]).stat().st_mtime)
     assert rows[1] == {
-        "key": str(old[1]), "scope": SCOPES[0].hex(), "digest": old[1].digest.hex(), "depth": 1,
-        "group": 0, "shard": 0, "bytes": BYTES, "created": rows[1]["created"],
-        "start": 64, "tokens": 64, "codec": "raw",
+        "scope": SCOPES[0].hex(), "digest": old[1].digest.hex(), "created": written.isoformat(" ", "seconds"),
+        "depth": 1, "group": 0, "shard": 0, "bytes": BYTES, "start": 64, "tokens": 64, "codec": "raw",
     }  # fmt: skip
     table = lmkv("ls").out.splitlines()
     assert table[0].split()[0] == "scope"
     assert table[1].split()[:2] == [SCOPES[1].hex()[:8], new[0].digest.hex()[:16]]
-    assert table[2].split()[-1] == "2h"
 
 
-def test_ls_of_one_scope_and_with_a_limit(lmkv: Any, disk: Disk) -> None:
+def test_ls_with_a_limit(lmkv: Any, disk: Disk) -> None:
     disk.prompt(1, 3)
     disk.prompt(2, 1, scope=1)
-    rows = json.loads(lmkv("ls", "--scope", SCOPES[0].hex()[:6], "--json").out)
-    assert {row["scope"] for row in rows} == {SCOPES[0].hex()}
     shown = lmkv("ls", "--limit", 1).out.splitlines()
     assert len(shown) == 3
     assert shown[-1] == "... and 3 more (--limit 0 shows all)"
@@ -144,14 +142,11 @@ def test_du_sums_each_scope(lmkv: Any, disk: Disk) -> None:
 def test_show_decodes_the_header_and_the_parts(lmkv: Any, disk: Disk) -> None:
     keys = disk.prompt(1, 2)
     for name in (str(keys[1]), keys[1].digest.hex()[:12]):
-        (header,) = json.loads(lmkv("show", name, "--json").out).values()
+        (header,) = json.loads(lmkv("show", name).out)
         assert header["key"] == str(keys[1])
         assert (header["token_start"], header["token_count"], header["page_mask"]) == (64, 64, "0xf")
         assert [part["layers"] for part in header["parts"]] == [2]
         assert header["parts"][0]["checksum"] != 0
-    text = lmkv("show", keys[1].digest.hex()[:12]).out
-    assert "token_start" in text
-    assert "checksum" in text
 
 
 @pytest.mark.parametrize("key", ["", "zz"])
@@ -280,8 +275,9 @@ def test_gc_removes_what_dead_writers_left(lmkv: Any, disk: Disk) -> None:
     (folder / f"{os.getppid()}-a-0").write_text("x")
     (folder / f"{os.getppid()}-a-1").write_text("x")
     os.utime(folder / f"{os.getppid()}-a-1", (0, 0))
-    assert "left by dead writers: would free 2 files" in lmkv("gc", "--dry-run").out
-    assert "left by dead writers: freed 2 files" in lmkv("gc").out
+    assert lmkv("gc", "--dry-run").code == 0
+    assert len(list(folder.iterdir())) == 3
+    assert lmkv("gc").code == 0
     assert [file.name for file in folder.iterdir()] == [f"{os.getppid()}-a-0"]
 
 
@@ -296,8 +292,8 @@ def test_gc_dry_run_changes_nothing(lmkv: Any, disk: Disk) -> None:
 @pytest.mark.parametrize("budget", ["0", "8", "lots", "-5GiB", "200%"])
 def test_gc_refuses_a_bad_budget(lmkv: Any, disk: Disk, budget: str) -> None:
     found = lmkv("gc", f"--budget={budget}")
-    assert found.code == 1
-    assert found.err.startswith(f"lmkv: --budget: {budget!r} ")
+    assert found.code == 2
+    assert "Invalid value for '--budget'" in found.err
 
 
 # Beside an engine, and places that are none
@@ -313,15 +309,13 @@ def engine(disk: Disk) -> Iterator[backends.Backend]:
 
 
 @pytest.mark.usefixtures("engine")
-def test_removal_beside_an_engine_needs_force(lmkv: Any, disk: Disk) -> None:
+def test_removal_beside_an_engine_is_refused(lmkv: Any, disk: Disk) -> None:
     keys = disk.prompt(1, 2)
-    for command in (["gc"], ["verify", "--delete"]):
+    for command in (["gc", "--budget", BYTES], ["verify", "--delete"]):
         found = lmkv(*command)
         assert found.code == 1
         assert "an engine is using it" in found.err
-    assert lmkv("verify", "--delete", "--force").code == 0
-    assert lmkv("gc", "--force", "--budget", BYTES).code == 0
-    assert disk.held() == {keys[0]}
+    assert disk.held() == {*keys}
 
 
 @pytest.mark.usefixtures("engine")
@@ -341,12 +335,11 @@ def test_reading_leaves_damaged_files_where_they_are(lmkv: Any, disk: Disk) -> N
 
 @pytest.mark.parametrize("command", ["ls", "du", "verify", "gc"])
 def test_a_place_that_is_no_tier_is_refused_and_not_made(lmkv: Any, tmp_path: Path, command: str) -> None:
-    for place in (tmp_path, tmp_path / "none"):
+    for place in (tmp_path, tmp_path / "none", f"disk://{tmp_path}/none", "dsk:///x"):
         found = lmkv(command, place=place)
         assert found.code == 1
         assert "is no disk tier" in found.err
     assert list(tmp_path.iterdir()) == []
-    assert "no backend" in lmkv(command, place="dsk:///x").err
 
 
 def test_several_paths_by_url(lmkv: Any, tmp_path: Path) -> None:
@@ -361,20 +354,22 @@ def test_several_paths_by_url(lmkv: Any, tmp_path: Path) -> None:
     assert lmkv("verify", place=url).out == "8 objects, 0 bad, 0 removed\n"
 
 
-# The trees
+# What goes
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 100)), max_size=40))
-def test_leaves_come_before_their_prefix_and_all_come_once(parents: list[tuple[int, int]]) -> None:
-    objects: list[Found] = []
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 100)), max_size=40), st.integers(0, 40))
+def test_what_is_over_budget_leaves_no_chunk_without_its_prefix(parents: list[tuple[int, int]], kept: int) -> None:
+    objects: list[Object] = []
     for i, (at, created) in enumerate(parents):
         under = objects[at % (i + 1) - 1].key if at % (i + 1) else None
         parent, depth = (under.digest[:8], under.depth + 1) if under else (bytes(8), 0)
         digest = (i + 1).to_bytes(8, "little") * 4
-        objects.append(Found(ChunkKey(bytes(16), bytes(8), digest, parent, depth, 0, 0), 1, created))
-    order = [part.key for parts in Tree(objects).oldest_leaves() for part in parts]
-    assert sorted(order) == sorted(found.key for found in objects)
-    place = {key.digest[:8]: n for n, key in enumerate(order)}
-    assert all(place[key.digest[:8]] < place[key.parent] for key in order if key.depth)
-    assert Tree(objects).orphans() == []
+        objects.append(Object("", ChunkKey(bytes(16), bytes(8), digest, parent, depth, 0, 0), 1, created))
+    gone = oldest(objects, kept)
+    assert len(objects) - len(gone) == min(kept, len(objects))
+    place = {each.key.digest[:8]: n for n, each in enumerate(gone)}
+    assert len(place) == len(gone)
+    for each in objects:
+        if each.key.parent in place:
+            assert place[each.key.digest[:8]] < place[each.key.parent]

@@ -62,7 +62,7 @@ def test_built_in_codecs_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "level", "says"),
     [
-        ("zst", None, "did you mean zstd"), ("lzma", None, "known: .*raw.*zstd"), ("", None, "known"),
+        ("zst", None, "did you mean 'zstd'"), ("lzma", None, "known: .*raw.*zstd"), ("", None, "known"),
         ("zstd", 23, "-7 to 22"), ("zstd", -8, "-7 to 22"), ("raw", 1, "no levels"),
     ],
 )  # fmt: skip

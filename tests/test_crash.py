@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import pytest
 from memory import Memory, spec
 from test_engine import TOKENS, disk, open_engine
 
@@ -27,7 +28,8 @@ def store_until_killed(root: str, budget: int, first: int, says: Connection) -> 
         says.send(i)
 
 
-def test_fifty_kills_leave_right_bytes_and_the_budget_kept(tmp_path: Path) -> None:
+def test_fifty_kills_leave_right_bytes_and_the_budget_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the fork server finds what it preloads
     memory = Memory(spec(), pages=128, seed=7)
     ids = memory.ids(160)
     right = memory.read(ids)[0].copy()

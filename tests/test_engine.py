@@ -10,7 +10,7 @@ import pytest
 from memory import CHUNK, PAGE, Memory, full, recurrent, sliding, spec
 
 import lmkv
-from lmkv import BadInput, ConfigError, Engine
+from lmkv import BadInput, ConfigError, Engine, chunk
 
 TOKENS = np.arange(1, 10 * CHUNK + 5, dtype=np.int32)
 
@@ -156,6 +156,22 @@ def test_two_files_swapped_are_misses(memory: Memory, tmp_path: Path) -> None:
     with open_engine(memory, tiers=disk(tmp_path)) as engine:
         hit = engine.retrieve(TOKENS, memory.pages, memory.ids(160))
         assert (hit.tokens, hit.reason) == (2 * CHUNK, "identity")
+
+
+def test_a_container_of_the_right_name_and_another_size_is_a_miss(memory: Memory, tmp_path: Path) -> None:
+    """Checksums and identity are right; scattering it would leave pages unwritten or read past its slot."""
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        engine.store(TOKENS, memory.pages, memory.ids(160))
+        engine.flush(10)
+        key = engine.keys(TOKENS).key(2, engine.scope.digest)
+    (path,) = [each for each in tmp_path.rglob("*") if key.digest.hex() in each.name]
+    other = spec(full(layers=4))
+    data = memoryview(bytearray(chunk.container_bytes(other, 0)))
+    chunk.seal(data, chunk.new_header(other, key))
+    path.write_bytes(data)
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        hit = engine.retrieve(TOKENS, memory.pages, memory.ids(160))
+        assert (hit.tokens, hit.reason) == (2 * CHUNK, "bounds")
 
 
 def test_eviction_takes_the_end_of_the_least_recent_prompt_first(memory: Memory) -> None:

@@ -243,7 +243,7 @@ class TestBatches:
 
 def test_a_damaged_chunk_on_disk_ends_the_hit_and_the_tokens_stay_right(any_model, tmp_path):
     ids = tokens(90)
-    with CachedModel(any_model, tiers=f"disk://{tmp_path}?budget=64MiB", **SMALL) as cached:
+    with CachedModel(any_model, tiers=[f"disk://{tmp_path}?budget=64MiB"], **SMALL) as cached:
         cold = cached.generate(ids, **GREEDY)
         assert cached.engine.flush(30).safe
         cached.engine.clear(tier="cpu")
@@ -257,16 +257,14 @@ def test_a_damaged_chunk_on_disk_ends_the_hit_and_the_tokens_stay_right(any_mode
             data[4096] ^= 1
             path.write_bytes(data)
         assert torch.equal(cached.generate(ids, **GREEDY), cold)
-        assert hits(cached)[0] < 80
-        windows = any(group.window for group in cached.spec.groups)
-        assert hits(cached) == [0 if windows else 64]
+        assert hits(cached) == [64]
         assert cached.last.sequences[0].reason != "end of prompt"
 
 
 def test_rows_are_sorted_anew_when_one_restore_falls_short(tmp_path):
     ids, mask = TestBatches().ragged(90, 74)
     ids[1, 16:] = tokens(74, seed=9)[0]
-    with CachedModel(tiny("llama"), tiers=f"disk://{tmp_path}?budget=64MiB", **SMALL) as cached:
+    with CachedModel(tiny("llama"), tiers=[f"disk://{tmp_path}?budget=64MiB"], **SMALL) as cached:
         for row, start in ((0, 0), (1, 16)):
             cached.generate(ids[row : row + 1, start:], **GREEDY)
         cached.engine.flush(30)
@@ -281,7 +279,7 @@ def test_rows_are_sorted_anew_when_one_restore_falls_short(tmp_path):
 
 
 def test_a_new_process_would_find_the_chunks_on_disk(tmp_path):
-    settings = {**SMALL, "tiers": f"disk://{tmp_path}?budget=64MiB"}
+    settings = {**SMALL, "tiers": [f"disk://{tmp_path}?budget=64MiB"]}
     ids = tokens(90)
     with CachedModel(tiny("gemma3"), **settings) as cached:
         cold = cached.generate(ids, **GREEDY)
@@ -374,7 +372,7 @@ def test_two_models_of_the_same_weights_can_share_an_engine():
         with CachedModel(tiny("llama"), engine) as second:
             second.generate(ids, **GREEDY)
             assert hits(second) == [80]
-        with pytest.raises(BadInput, match="other weights"):
+        with pytest.raises(BadInput, match="or weights"):
             CachedModel(tiny("llama", initializer_range=0.2), engine)
         with pytest.raises(BadInput, match="cpu_budget"):
             CachedModel(tiny("llama"), engine, cpu_budget="1GiB")

@@ -1,6 +1,6 @@
 """CachedModel: a transformers model whose generate restores the prefixes it has seen before.
 
-    with lmkv_hf.CachedModel(model, cpu_budget="4GiB", tiers="disk:///var/cache/lmkv") as cached:
+    with lmkv_hf.CachedModel(model, cpu_budget="4GiB", tiers=["disk:///var/cache/lmkv"]) as cached:
         output = cached.generate(**inputs, max_new_tokens=100)
         print(cached.last)
 
@@ -9,8 +9,6 @@ A call: read it, look each sequence up, restore into buffers, let transformers g
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -33,13 +31,11 @@ from .report import Report
 from .rows import Row, Tokens, alike, computed, join
 from .weights import active_adapters
 
-_owners = itertools.count()
-
 
 def open_engine(model: PreTrainedModel, weights_id: str | None = None, **config: Any) -> Engine:
     """An `lmkv.Engine` for a model, to pass to `CachedModel` (which opens its own without one).
 
-    config: keywords of `lmkv.Config`: ``cpu_budget="4GiB"``, ``tiers="disk:///path"``.
+    config: keywords of `lmkv.Config`: ``cpu_budget="4GiB"``, ``tiers=["disk:///path"]``.
     """
     settings = Config.load(**config)
     geometry = Geometry.of(model, settings.chunk_tokens, weights_id)
@@ -79,12 +75,10 @@ class CachedModel:
         settings = engine.config if engine is not None else Config.load(**config)
         self._geometry = geometry = Geometry.of(model, settings.chunk_tokens, weights_id)
         self.spec = geometry.spec
-        if engine is not None and (engine.spec, engine.layout, engine.scope.weights) != (
-            geometry.spec,
-            geometry.layout,
-            geometry.weights,
-        ):
-            raise BadInput("the engine is for other weights, another spec or layout: open_engine")
+        if engine is not None:
+            wanted = geometry.spec, geometry.layout, geometry.weights
+            if (engine.spec, engine.layout, engine.scope.weights) != wanted:
+                raise BadInput("the engine is for another spec, layout or weights: see open_engine")
         self._owned = engine is None
         self.engine = _open(geometry, settings) if engine is None else engine
         device = geometry.device
@@ -132,9 +126,8 @@ class CachedModel:
         if self.tokenizer is None:
             raise BadInput("text needs a tokenizer: CachedModel(model, tokenizer=...)")
         texts = [text] if isinstance(text, str) else text
-        encoded = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left").to(
-            self.model.device
-        )
+        padding = {"padding": len(texts) > 1, "padding_side": "left"}
+        encoded = self.tokenizer(texts, return_tensors="pt", **padding).to(self.model.device)
         return encoded["input_ids"], encoded["attention_mask"]
 
     def _rows(self, call: Call, identity: tuple[str, str]) -> Iterator[Row]:
@@ -171,8 +164,7 @@ class CachedModel:
             return
         pages = buffers.pages(self.spec, place, row.pad, self.engine.threads)
         ids = [np.arange(row.plan.tokens // group.page_tokens) for group in self.spec.groups]
-        with self.engine.acquire(f"hf-{os.getpid()}-{next(_owners)}", row.plan) as lease:
-            got = self.engine.retrieve(lease, pages, ids)
+        got = self.engine.retrieve(row.plan.keys, pages, ids, stop=row.plan.tokens)
         if got.tokens < row.plan.tokens:
             row.cut(got.tokens, got.reason)
         buffers.push(place, slice(row.pad, row.columns))

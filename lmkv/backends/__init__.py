@@ -6,14 +6,13 @@ Ours and other people's register alike: as entry points of the group "lmkv.backe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import cast
 from urllib.parse import parse_qsl
 
 from lmkv.backends.base import Backend, Found, Health, Read, Result, Status, Usage, Write
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, nearest
 
 __all__ = ["Backend", "Found", "Health", "Read", "Result", "Status", "Usage", "Write", "open"]
 
@@ -30,7 +29,7 @@ def open(url: str, **options: object) -> Backend:  # noqa: A001 - always written
     scheme = place.partition(":")[0]
     points = {point.name: point for point in entry_points(group="lmkv.backends")}
     if scheme not in points:
-        raise ConfigError("tiers.url", f"{url!r}: no backend {_unknown(scheme, points)}")
+        raise ConfigError("tiers.url", f"{url!r}: no backend {scheme!r}{nearest(scheme, points)}")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         make = cast(Callable[..., Backend], points[scheme].load())
@@ -41,13 +40,7 @@ def open(url: str, **options: object) -> Backend:  # noqa: A001 - always written
     names = [each.name for each in known if each.kind is each.KEYWORD_ONLY]
     if not any(each.kind is each.VAR_KEYWORD for each in known):
         for name in sorted(given.keys() - set(names)):
-            raise ConfigError("tiers.url", f"{url!r}: no option {_unknown(name, names)}")
+            raise ConfigError("tiers.url", f"{url!r}: no option {name!r}{nearest(name, names)}")
     if len(dict(pairs)) < len(pairs):
         raise ConfigError("tiers.url", f"{url!r}: an option is given twice")
     return make(place, **given)
-
-
-def _unknown(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
-    return f"{word!r}; {hint}"

@@ -15,12 +15,7 @@ from lmkv import __version__
 from lmkv.cli import bench, cache, config, doctor
 from lmkv.errors import LmkvError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="KV cache for LLM inference: configuration, checks, and what is on disk.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config.app, name="config")
 app.add_typer(cache.app, name="cache")
 app.command()(doctor.doctor)
@@ -34,12 +29,8 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Options of every command."""
+def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    """KV cache for LLM inference: configuration, checks, and what is on disk."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

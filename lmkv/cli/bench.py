@@ -1,157 +1,23 @@
-"""``lmkv bench``: store, retrieve, lookup and hash, beside what this machine's memory and disk do.
-
-Every run measures each step once, in turn with its reference: libc's memcpy over as many bytes, fio
-with the same file size, block size and depth. So a ratio compares neighbours in time.
-"""
+"""``lmkv bench``: the command; what it measures is in `lmkv_bench`."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import time
-from collections.abc import Sequence
-from typing import Annotated, Any
-from urllib.parse import unquote
+from typing import Annotated
 
-import numpy as np
 import typer
+from rich import print_json
 
-from lmkv import _native
-from lmkv.chunk import container_bytes
-from lmkv.cli.config import Json
-from lmkv.cli.doctor import scratch
-from lmkv.cli.measure import Memcpy, Runs, disk
-from lmkv.cli.output import human, print_json, progress
-from lmkv.config import Config, nearest
-from lmkv.engine import Engine
-from lmkv.errors import BadInput, ConfigError
-from lmkv.keys import ChunkKeys
-from lmkv.pages import GroupView, Order, PagedKV, Plane
-from lmkv.spec import ITEM_BYTES, SHAPES, KVSpec, LayerGroup
-
-LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BLNHC", "LHBNC", "BHLNC", "HF")
-
-
-class Memory:
-    """An engine's pages of ``tokens`` tokens in one layout, in random order, all bytes set."""
-
-    def __init__(self, spec: KVSpec, layout: str, tokens: int, threads: int, order: Order = "physical") -> None:
-        if layout not in LAYOUTS:
-            raise ConfigError("--layout", f"unknown layout {layout!r}{nearest(layout, LAYOUTS)}")
-        self.arrays: list[np.ndarray[Any, Any]] = []
-        views = [self._view(group, layout, tokens) for group in spec.groups]
-        self.pages = PagedKV(spec, views, order, threads=threads)
-        shuffle = np.random.default_rng(0).permutation
-        self.ids = [shuffle(self.pages.pages(g)) for g in range(len(spec.groups))]
-
-    def _view(self, group: LayerGroup, layout: str, tokens: int) -> GroupView:
-        item = ITEM_BYTES[group.dtype]
-        width = group.layer_token_bytes // group.kv_heads // item
-        sizes = {"L": len(group.layers), "B": tokens // group.page_tokens, "C": width}
-        sizes |= {"N": group.page_tokens, "H": group.kv_heads}
-        if layout != "HF":
-            array = self._array([sizes[axis] for axis in layout], item)
-            layers = array.transpose([layout.index(axis) for axis in "LBHNC"])
-            return GroupView(tuple((Plane.of(layer),) for layer in layers))
-        halves = 2 if group.head_dim_v else 1
-        array = self._array([sizes["L"], halves, sizes["H"], tokens, width // halves], item)
-        planes = [[Plane.of(x, None, sizes["N"], token_axis=1) for x in layer] for layer in array]
-        return GroupView(tuple(map(tuple, planes)))
-
-    def _array(self, shape: Sequence[int], item: int) -> np.ndarray[Any, Any]:
-        array = np.empty(shape, f"u{item}")
-        flat = array.reshape(-1).view(np.uint8)
-        noise = np.frombuffer(np.random.default_rng(0).bytes(1_000_003), np.uint8)
-        for at in range(0, flat.size, noise.size):
-            flat[at : at + noise.size] = noise[: flat.size - at]
-        self.arrays.append(array)
-        return array
-
-    def checksums(self) -> list[int]:
-        """Of every buffer, to see that the same bytes came back."""
-        return [_native.xxh3_64(array.reshape(-1).data.cast("B")) for array in self.arrays]
-
-    def clear(self) -> None:
-        """Zero the pages."""
-        for array in self.arrays:
-            array.fill(0)
-
-
-class Bench:
-    """One model shape, one layout, one tier; ``run`` measures every step once."""
-
-    def __init__(
-        self, spec: KVSpec, layout: str, tier: str, tokens: int, threads: int, order: Order = "physical"
-    ) -> None:
-        self.spec, self.tier, self.runs = spec, "" if tier == "cpu" else tier, Runs()
-        self.memory = Memory(spec, layout, tokens, threads, order)
-        self.tokens = np.random.default_rng(1).integers(0, 100_000, tokens).astype(np.int32)
-        chunks, groups = tokens // spec.chunk_tokens, range(len(spec.groups))
-        needed = [len(spec.needed_chunks(g, chunks)) for g in groups]
-        self.stored = chunks * sum(map(spec.chunk_bytes, groups))
-        self.restored = sum(n * spec.chunk_bytes(g) for g, n in enumerate(needed))
-        largest = max(container_bytes(spec, g) for g in groups)
-        self.files = max(1, self.stored // largest), largest
-        self.memcpy = Memcpy(self.stored, largest, threads)
-        config = Config.load(
-            env={}, chunk_tokens=spec.chunk_tokens, copy_threads=threads, operation_timeout=600,
-            cpu_budget=2 * self.stored + (1 << 28),
-            tiers=[{"url": self.tier, "max_write_delay": 600}] if self.tier else [],
-        )  # fmt: skip
-        name = f"lmkv bench {os.getpid()} {time.time_ns()}"
-        self.engine = Engine(spec, weights=name, layout=self.memory.pages.layout, config=config)
-
-    def run(self) -> None:
-        """Every step, each beside its reference."""
-        runs, tokens, engine = self.runs, self.tokens, self.engine
-        engine.clear(scope=True)
-        runs.rate("memcpy", self.stored, self.memcpy)
-        runs.rate("store", self.stored, self._store, self._disk("write") or "memcpy")
-        if self.tier:
-            engine.clear(tokens, tier="cpu")
-        reference = self._disk("read") or "memcpy"
-        before = self.memory.checksums()
-        self.memory.clear()
-        runs.rate("retrieve", self.restored, self._retrieve, reference)
-        if self.restored == self.stored and self.memory.checksums() != before:
-            raise BadInput("other bytes came back than were stored")
-        listed, other, text = tokens.tolist(), tokens[::-1].copy(), tokens.tobytes()
-        runs.time("SHA-256 of the tokens", lambda: hashlib.sha256(text).digest())
-        runs.time("hash, array", lambda: self._hash(tokens), "SHA-256 of the tokens")
-        runs.time("hash, list", lambda: self._hash(listed), "SHA-256 of the tokens")
-        runs.time("lookup, all hit", lambda: engine.lookup(tokens))
-        runs.time("lookup, miss at once", lambda: engine.lookup(other))
-
-    def _hash(self, tokens: Any) -> None:
-        ChunkKeys.from_tokens(tokens, self.spec.chunk_tokens).upto(len(tokens))
-
-    def _store(self) -> None:
-        handle = self.engine.store(self.tokens, self.memory.pages, self.memory.ids).result()
-        if handle.dropped or any(set(each) != {"written"} for each in handle.tiers.values()):
-            raise BadInput(f"{handle}: {handle.tiers}")
-
-    def _retrieve(self) -> None:
-        found = self.engine.retrieve(self.tokens, self.memory.pages, self.memory.ids)
-        if found.tokens != len(self.tokens):
-            raise BadInput(f"only {found.tokens} tokens came back: {found.reason}")
-
-    def _disk(self, operation: str) -> str:
-        """Measure the tier's disk; the figure's name, empty where there is no disk."""
-        if not self.tier.startswith("disk://"):
-            return ""
-        folder = unquote(self.tier[len("disk://") :].partition("?")[0].partition(",")[0])
-        name, rate = disk(folder, operation, *self.files)
-        self.runs.note(name, rate)
-        return name
+from lmkv.cli.output import Json, emit, human, track
+from lmkv.errors import ConfigError, nearest
+from lmkv.spec import SHAPES, KVSpec
+from lmkv_bench import LAYOUTS, Bench
 
 
 def bench(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "llama-3.1-8b",
     layout: Annotated[str, typer.Option(help=f"Of the pages: {', '.join(LAYOUTS)}.")] = "LBNHC",
     tier: Annotated[str, typer.Option(help="cpu, or a lower tier's URL: disk:///path.")] = "cpu",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens stored and restored.")] = 4096,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens a chunk.")] = 256,
-    page: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 16,
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens stored and restored, in chunks of 256.")] = 4096,
     threads: Annotated[int, typer.Option(min=1, help="Threads that copy.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Measurements; one more goes before them.")] = 5,
     json: Json = False,
@@ -159,19 +25,13 @@ def bench(
     """How fast store, retrieve, lookup and hash are here, beside memcpy, disk and SHA-256."""
     if model not in SHAPES:
         raise ConfigError("--model", f"unknown shape {model!r}{nearest(model, SHAPES)}")
-    spec = KVSpec.from_hf_config(SHAPES[model], chunk, page)
-    if tokens % chunk:
-        raise ConfigError("--tokens", f"{tokens} is not a multiple of --chunk {chunk}")
+    spec = KVSpec.from_hf_config(SHAPES[model], 256, 16)
     case = Bench(spec, layout, tier, tokens, threads)
-    with scratch(case.engine), progress() as bar:
-        for number in bar.track(range(runs + 1), description=f"{model} {layout} {tier}"):
-            case.run()
-            if number == 0:
-                case.runs = Runs()
+    title = f"{model} {layout} {tier}"
+    figures = case.measure(track(range(runs + 1), title)).figures()
     if json:
-        settings: dict[str, Any] = {"model": model, "layout": layout, "tier": tier, "runs": runs}
-        settings |= {"tokens": tokens, "chunk": chunk, "page": page, "threads": threads}
-        print_json(settings | {"bytes": case.stored, "figures": case.runs.figures()})
+        settings = {"model": model, "layout": layout, "tier": tier, "tokens": tokens, "threads": threads}
+        print_json(data={**settings, "runs": runs, "bytes": case.stored, "figures": figures})
     else:
-        print(f"{model} {layout}, {tier}: {tokens} tokens, {human(case.stored)}, {runs} runs")
-        case.runs.show()
+        print(f"{title}: {tokens} tokens, {human(case.stored)}, {runs} runs")
+        emit(figures)

@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 from lmkv import codec, eviction
-from lmkv.cli.output import human, print_json, table
-from lmkv.config import Config, markdown, memory_limit, nearest
-from lmkv.errors import ConfigError
+from lmkv.cli.output import Json, emit
+from lmkv.config import Config, markdown
+from lmkv.errors import ConfigError, nearest
 
 app = typer.Typer(no_args_is_help=True, help="Configuration: show, check, reference.")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML or YAML file; else $LMKV_CONFIG.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def check_names(config: Config) -> Config:
@@ -33,22 +32,15 @@ def check_names(config: Config) -> Config:
 @app.command()
 def show(config: ConfigFile = None, json: Json = False) -> None:
     """Every effective value and where it came from."""
-    settings = check_names(Config.load(config))
-    rows = list(settings.rows())
-    if json:
-        print_json({key: {"value": value, "from": where} for key, value, where in rows})
-        return
-    budget = human(settings.cpu.budget.resolve(memory_limit()))
-    notes = {"cpu.budget": f" ({budget} of {human(memory_limit())})"}
-    table(("key", "value", "from"), [(key, f"{value}{notes.get(key, '')}", where) for key, value, where in rows])
+    rows = check_names(Config.load(config)).rows()
+    emit([{"key": key, "value": value, "from": origin} for key, value, origin in rows], json)
 
 
 @app.command()
 def check(file: Path) -> None:
     """Check a configuration file by itself; exit 1 with the reason when it is refused."""
-    settings = check_names(Config.load(file, env={}))
-    changed = sum(where != "default" for _, _, where in settings.rows())
-    print(f"{file}: fine, {changed} settings")
+    check_names(Config.load(file, env={}))
+    print(f"{file}: fine")
 
 
 @app.command()

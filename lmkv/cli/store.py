@@ -1,165 +1,126 @@
-"""A tier at rest: its objects, their headers, what should not be there, and the prefix trees.
-
-A disk tier's lock is held meanwhile, unless an engine has it: nobody else cleans up under us, and
-our own backend, seeing it taken, leaves everything as it is.
-"""
+"""A disk tier at rest, read as the files that it is: nothing is opened, so nothing is cleaned up meanwhile."""
 
 from __future__ import annotations
 
-import fcntl
-import heapq
-import mmap
 import os
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from lmkv import backends, chunk
-from lmkv.backends.base import Found, Read, Status
+from lmkv import _native, backends, chunk
+from lmkv.cli.output import track
 from lmkv.errors import BadContainer, BadInput, ConfigError
+from lmkv.eviction import Lru
+from lmkv.index import Index
 from lmkv.keys import ChunkKey
 
-PAGE = 4096
-STALE = 3600.0
-Node = tuple[bytes, bytes, bytes]  # scope, tenant, first 8 bytes of the digest
 
+class Object(NamedTuple):
+    """One file where a container belongs."""
 
-class Store:
-    """A tier opened for inspection. ``roots``: its folders when it is a disk, else empty."""
+    file: str
+    key: ChunkKey
+    nbytes: int
+    created: float  # unix seconds
 
-    def __init__(self, url: str, roots: Sequence[str]) -> None:
-        self.backend, self.roots = backends.open(url), roots
-        self._buffer = mmap.mmap(-1, PAGE)
+    def header(self) -> chunk.Header:
+        """Its header, whoever's it is. BadContainer when there is none."""
+        return chunk.parse(self._read(chunk.HEADER_BYTES))
 
-    def objects(self) -> list[Found]:
-        """Everything that the tier lists."""
-        return [found for batch in self.backend.scan() for found in batch]
+    def expired(self) -> bool:
+        """Its time is over."""
+        with suppress(BadContainer):
+            return 0 < self.header().expires <= time.time()
+        return False
 
-    def header(self, found: Found) -> chunk.Header:
-        """The header, of a disk tier without reading the rest. BadContainer when there is none."""
-        for file in (f"{root}/{_place(found.key)}" for root in self.roots):
-            with suppress(FileNotFoundError), open(file, "rb") as stream:
-                return chunk.parse(memoryview(stream.read(PAGE)))
-        return chunk.parse(self.read(found)[:PAGE])
-
-    def read(self, found: Found) -> memoryview:
-        """The whole container, valid until the next read. BadContainer when it cannot be had."""
-        if len(self._buffer) < found.nbytes:
-            self._buffer = mmap.mmap(-1, found.nbytes)
-        view = memoryview(self._buffer)[: found.nbytes]
-        (result,) = self.backend.read([Read(found.key, view)])
-        if result.status is not Status.OK:
-            raise BadContainer(result.status.value, result.detail)
-        return view[: result.nbytes]
-
-    def check(self, found: Found) -> str:
-        """Why an object is bad: it is read, its header, identity and checksums are checked."""
+    def fault(self) -> str:
+        """Why it is bad, empty when it is not: all of it is read, header, identity and checksums are checked."""
         try:
-            view = self.read(found)
-            chunk.verify(view, chunk.parse(view[:PAGE]), found.key)
+            view = self._read()
+            chunk.verify(view, chunk.parse(view, self.key))
         except BadContainer as error:
-            gone = error.reason == Status.MISSING.value  # since it was listed
-            return "" if gone else str(error)
+            return "" if error.reason == "missing" else str(error)  # evicted since it was listed
         return ""
 
-    def strays(self) -> dict[str, str]:
-        """Files of a disk tier that can be no objects: short, misplaced, or foreign."""
-        found: dict[str, str] = {}
-        for root in self.roots:
-            for folder, below, names in os.walk(root):
-                if folder == root:
-                    below[:] = [name for name in below if name != "tmp"]
-                    names.remove("lock")
-                for file in (f"{folder}/{name}" for name in names):
-                    with suppress(FileNotFoundError):
-                        if why := _stray(file, file[len(root) + 1 :]):
-                            found[file] = why
-        return found
-
-    def stale(self) -> list[str]:
-        """Temporary files whose writer is gone, or can no longer be at it."""
-        files = []
-        for file in (file for root in self.roots for file in Path(root, "tmp").glob("*")):
-            with suppress(FileNotFoundError):
-                late = time.time() - file.stat().st_mtime > STALE
-                if late or not Path("/proc", file.name.partition("-")[0]).exists():
-                    files.append(str(file))
-        return files
+    def _read(self, nbytes: int = -1) -> memoryview:
+        try:
+            with open(self.file, "rb") as stream:
+                return memoryview(stream.read(nbytes))
+        except OSError as error:
+            reason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+            raise BadContainer(reason, str(error.strerror)) from None
 
 
-def _place(key: ChunkKey) -> str:
-    """Where below its root a disk tier has the object."""
-    text, digest = str(key), key.digest.hex()
-    return f"{text[:32]}/{digest[:2]}/{digest[2]}/{text[33:]}"
-
-
-def _stray(file: str, place: str) -> str:
-    try:
-        key = ChunkKey.parse(f"{place.partition('/')[0]}-{os.path.basename(place)}")
-    except BadInput:
-        return "foreign"
-    nbytes = os.path.getsize(file)
-    return "misplaced" if _place(key) != place else "short" if nbytes % PAGE or not nbytes else ""
+def roots(place: str) -> list[str]:
+    """Folders of the tier at a path or URL. ConfigError: there is none."""
+    url = place if place.startswith("disk://") else f"disk://{quote(os.path.abspath(place))}"
+    found = [os.path.normpath(unquote(path)) for path in url[len("disk://") :].partition("?")[0].split(",")]
+    if not all(os.path.exists(f"{root}/lock") for root in found):
+        raise ConfigError(place, "is no disk tier (a folder with a file `lock` in it)")
+    return found
 
 
 @contextmanager
-def opened(place: str, changes: bool = False) -> Iterator[Store]:
-    """The tier at a path or URL, which must exist; with ``changes`` no engine may be using it."""
-    url = place if "://" in place else "disk://" + quote(os.path.abspath(place))
-    roots: list[str] = []
-    if url.startswith("disk://"):
-        paths = url[len("disk://") :].partition("?")[0].split(",")
-        roots = [os.path.normpath(unquote(path)) for path in paths]
-    with ExitStack() as stack:
-        for root in roots:
-            lock = Path(root, "lock")
-            if not lock.exists():
-                raise ConfigError(place, "is no disk tier (a folder with a file `lock` in it)")
-            with suppress(PermissionError):
-                file = stack.enter_context(lock.open("r+"))
+def alone(place: str) -> Iterator[None]:
+    """Hold a tier's lock, which also removes what dead writers left. ConfigError where somebody else has it."""
+    with closing(backends.open("disk://" + ",".join(map(quote, roots(place))))) as backend:
+        if backend.shared:
+            raise ConfigError(place, "an engine is using it: stop that first; or it cannot be written")
+        yield
+
+
+def scan(place: str) -> tuple[list[Object], dict[str, str]]:
+    """A tier's objects; and files that can be none, with the reason: foreign, misplaced or short."""
+    objects, strays = [], {}
+    for root in roots(place):
+        for folder, _, _ in track(os.walk(root), "list"):
+            files = []
+            with suppress(FileNotFoundError):  # pruned meanwhile
+                files = _native.list_dir(folder)
+            for name, nbytes, written in files:
+                file = f"{folder}/{name}"
+                where = file[len(root) + 1 :]
+                if where == "lock" or where.startswith("tmp/"):
+                    continue
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    if changes:
-                        reason = "an engine is using it: stop that first, or say --force"
-                        raise ConfigError(place, reason) from None
-        store = Store(url, roots)
-        stack.callback(store.backend.close)
-        yield store
+                    key = ChunkKey.parse(f"{where.partition('/')[0]}-{name}")
+                except BadInput:
+                    strays[file] = "foreign"
+                    continue
+                digest = key.digest.hex()
+                if where != f"{key.scope.hex()}/{digest[:2]}/{digest[2]}/{name}":
+                    strays[file] = "misplaced"
+                elif nbytes % chunk.PAGE or not nbytes:
+                    strays[file] = "short"
+                else:
+                    objects.append(Object(file, key, nbytes, written / 1e9))
+    return objects, strays
 
 
-class Tree:
-    """Objects as prefix trees: a node is a chunk with its parts of all groups and shards."""
+def useless(objects: Sequence[Object]) -> Iterator[tuple[Object, str]]:
+    """Every object, prefix first, and why it serves nobody: expired, orphans (no unbroken prefix), or empty."""
+    linked = set()
+    for each in track(sorted(objects, key=lambda each: each.key.depth), "headers"):
+        scope, tenant, digest, parent, depth, *_ = each.key
+        if each.expired():
+            yield each, "expired"
+        elif depth and (scope, tenant, parent) not in linked:
+            yield each, "orphans"
+        else:
+            linked.add((scope, tenant, digest[:8]))
+            yield each, ""
 
-    def __init__(self, objects: Sequence[Found]) -> None:
-        self.nodes: dict[Node, list[Found]] = defaultdict(list)
-        for found in objects:
-            self.nodes[found.key.scope, found.key.tenant, found.key.digest[:8]].append(found)
 
-    def _parent(self, node: Node) -> Node:
-        return (*node[:2], self.nodes[node][0].key.parent)
-
-    def orphans(self) -> list[Found]:
-        """Chunks without an unbroken way from the first one of their prompt: nothing hits them."""
-        linked: set[Node] = set()
-        for node in sorted(self.nodes, key=lambda node: self.nodes[node][0].key.depth):
-            if self.nodes[node][0].key.depth == 0 or self._parent(node) in linked:
-                linked.add(node)
-        return [found for node, parts in self.nodes.items() if node not in linked for found in parts]
-
-    def oldest_leaves(self) -> Iterator[list[Found]]:
-        """Every node's parts: leaves first, of those the oldest; a node follows its last child."""
-        created = {node: max(part.created for part in parts) for node, parts in self.nodes.items()}
-        children = Counter(map(self._parent, self.nodes))
-        leaves = [(when, node) for node, when in created.items() if not children[node]]
-        heapq.heapify(leaves)
-        while leaves:
-            _, node = heapq.heappop(leaves)
-            yield self.nodes[node]
-            parent = self._parent(node)
-            children[parent] -= 1
-            if parent in created and not children[parent]:
-                heapq.heappush(leaves, (created[parent], parent))
+def oldest(objects: Sequence[Object], budget: int) -> list[Object]:
+    """What must go until the rest fits into ``budget`` bytes, in the order of the engine's own eviction."""
+    index, gone, by_key = Index(1, Lru()), [], {each.key: each for each in objects}
+    for each in objects:
+        index.add(each.key, 0, each.nbytes, created=max(1, int(each.created)))
+    for entry in index.victims(0, lambda _: False):
+        if index.used[0] <= budget:
+            break
+        gone += [by_key[key] for key in entry.keys(0)]
+        index.remove(entry, 0)
+    return gone

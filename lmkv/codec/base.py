@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cache
@@ -10,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from lmkv import chunk
 from lmkv.chunk import AS_IS, HEADER_BYTES, LOSSY, PAGE, SEALED, Header, padded
-from lmkv.errors import BadContainer, BadInput, ConfigError
+from lmkv.errors import BadContainer, BadInput, ConfigError, nearest
 
 GROUP = "lmkv.codecs"
 BUILT_IN = {"raw": "lmkv.codec.raw:Raw", "zstd": "lmkv.codec.zstd:Zstd"}
@@ -52,9 +51,7 @@ def get(name: str, level: int | None = None) -> Codec:
     """The codec ``name`` at ``level`` (None: its default). ConfigError: no such codec or level."""
     point = _known().get(name)
     if point is None:
-        near = difflib.get_close_matches(name, _known(), 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(_known()))}"
-        raise ConfigError("codec", f"there is no codec {name!r}; {hint}")
+        raise ConfigError("codec", f"there is no codec {name!r}{nearest(name, _known())}")
     codec: Codec = point.load()(level)
     return codec
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from lmkv import _native
-from lmkv.cli.output import table
 from lmkv.errors import BadInput
 
 EXTENT = 4 << 20
@@ -51,21 +50,12 @@ class Runs:
         return [mine / other for mine, other in zip(values, self._steps[of][2], strict=True)]
 
     def figures(self) -> list[dict[str, Any]]:
-        """Each step's figures; ``ratio``: the median of `ratios`."""
-        found = []
-        for name, (unit, of, values) in self._steps.items():
-            each: dict[str, Any] = {"step": name, "unit": unit, "min": min(values)}
-            each |= {"median": statistics.median(values), "max": max(values)}
-            if of:
-                each |= {"ratio": statistics.median(self.ratios(name)), "of": of}
-            found.append(each)
-        return found
-
-    def show(self) -> None:
-        """Print them as a table."""
-        names = ("step", "unit", "min", "median", "max", "ratio", "of")
-        rows = [[each.get(name, "") for name in names] for each in self.figures()]
-        table(names, [[f"{x:.2f}" if isinstance(x, float) else x for x in row] for row in rows])
+        """Each step's figures; ``ratio``: the median of `ratios`, None where there is nothing to compare with."""
+        return [
+            {"step": name, "unit": unit, "min": min(values), "median": statistics.median(values), "max": max(values)}
+            | {"ratio": statistics.median(self.ratios(name)) if of else None, "of": of or None}
+            for name, (unit, of, values) in self._steps.items()
+        ]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -108,7 +98,7 @@ def fio(folder: str, operation: str, count: int, nbytes: int) -> float | None:
             "--output-format=json",
         ]  # fmt: skip
         env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)  # noqa: S603
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         _, brace, report = done.stdout.partition("{")
         if done.returncode or not brace:
             raise BadInput(f"fio: {' '.join((done.stderr or done.stdout).split())[:300]}")
