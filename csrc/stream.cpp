@@ -37,10 +37,6 @@ constexpr Variant variant_plain{{plain_lines, nullptr, nullptr}, plain_rows};
 
 #if defined(__x86_64__)
 
-// How much of the next run is fetched early, in the second half of this one: enough for the hardware to
-// recognise a stream, and little enough not to crowd out its own prefetches (measured: all of it is slower).
-constexpr std::size_t kAheadBytes = 1024;
-
 #define LMKV_TARGET(isa) __attribute__((target(isa)))
 
 LMKV_TARGET("avx512f") inline void copy_line_avx512(char* dst, const char* src) {
@@ -68,7 +64,7 @@ LMKV_TARGET("avx2") inline void copy_line_avx2(char* dst, const char* src) {
         const std::size_t late = run > kAheadBytes ? run / 2 : 0;                                             \
         for (; count; --count, dst += dst_stride, src += src_stride)                                          \
             for (std::size_t at = 0; at < run; at += kLineBytes) {                                            \
-                if (ahead && at - late < kAheadBytes) _mm_prefetch(ahead + at - late, _MM_HINT_T0);                                             \
+                if (ahead && at - late < kAheadBytes) _mm_prefetch(ahead + at - late, _MM_HINT_T0);           \
                 copy_line_##name(dst + at, src + at);                                                         \
             }                                                                                                 \
     }                                                                                                         \

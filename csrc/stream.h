@@ -9,6 +9,9 @@ namespace lmkv {
 inline constexpr std::size_t kLineBytes = 64;
 // From here on a copy runs as several interleaved streams.
 inline constexpr std::size_t kSplitBytes = 8192;
+// How much of a run to come is fetched early, in the second half of this one: enough for the hardware to see
+// a stream, and too little to crowd out its own prefetches (fetching all of it measured slower).
+inline constexpr std::size_t kAheadBytes = 1024;
 
 // Copies n bytes; any alignment, no overlap. Call stream_fence() before another thread may read
 // dst.

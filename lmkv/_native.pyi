@@ -33,6 +33,7 @@ def memory(address: int, nbytes: int) -> memoryview:
     """A writable view of bytes that somebody else keeps alive."""
 
 def zero(address: int, nbytes: int) -> None: ...
+
 @final
 class CopyPlan:
     """Where the pages of one group lie in an engine and in a chunk's payload.
@@ -84,11 +85,7 @@ def leaf_digests(tokens: NDArray[np.uint32], chunk_tokens: int) -> list[bytes]:
     """BLAKE3 of the little-endian token ids of each full chunk."""
 
 def chain_digests(
-    tokens: NDArray[np.uint32],
-    chunk_tokens: int,
-    key: bytes,
-    prev: bytes,
-    extras: list[bytes | None] | None = None,
+    tokens: NDArray[np.uint32], chunk_tokens: int, key: bytes, prev: bytes, extras: list[bytes | None] | None = None
 ) -> list[bytes]:
     """digest_i = keyed BLAKE3(digest_{i-1} || leaf_i || extra_i) of each full chunk, digest_{-1} = prev.
 
@@ -98,14 +95,10 @@ def chain_digests(
 def xxh3_64(data: Buffer) -> int:
     """XXH3, 64 bits, seed 0."""
 
-def checksums(
-    address: int, offsets: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> NDArray[np.uint64]:
+def checksums(address: int, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
     """XXH3-64 of the ranges [address + offsets[i], + lengths[i])."""
 
-def read_file(
-    path: str, address: int, capacity: int, direct: bool, extent: int = 4 << 20, threads: int = 4
-) -> int:
+def read_file(path: str, address: int, capacity: int, direct: bool, extent: int = 4 << 20, threads: int = 4) -> int:
     """Reads a whole file into memory; returns its size, or -errno.
 
     -EFBIG: larger than capacity. -EBADMSG: its size is 0 or no multiple of 4096, or it is no regular file.
@@ -114,14 +107,7 @@ def read_file(
     """
 
 def write_file(
-    tmp: str,
-    path: str,
-    address: int,
-    nbytes: int,
-    direct: bool,
-    fsync: bool,
-    extent: int = 4 << 20,
-    threads: int = 4,
+    tmp: str, path: str, address: int, nbytes: int, direct: bool, fsync: bool, extent: int = 4 << 20, threads: int = 4
 ) -> int:
     """Writes a new file tmp (mode 0600; -EEXIST when it exists) and renames it to path; 0 or -errno.
 

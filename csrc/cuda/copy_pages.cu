@@ -27,8 +27,7 @@ constexpr unsigned kInFlight = 4;
 // One tile: kInFlight * blockDim.x vectors of a page of a plane, in payload order. Neighbouring
 // threads take neighbouring vectors; those past the page's end do nothing.
 template <typename Vector>
-__device__ void copy_tile(const Plane& plane, char* engine, char* payload, int64 tile,
-                          bool gather) {
+__device__ void copy_tile(const Plane& plane, char* engine, char* payload, int64 tile, bool gather) {
     const unsigned per_run = static_cast<unsigned>(plane.run_bytes / sizeof(Vector));
     const unsigned inner = static_cast<unsigned>(plane.n1);
     const unsigned total = per_run * inner * static_cast<unsigned>(plane.n0);
@@ -59,16 +58,16 @@ __device__ void copy_tile(const Plane& plane, char* engine, char* payload, int64
 
 // Any grid and block size: blocks stride over planes x pages x tiles, with the pages of one plane
 // in sequence, for they are neighbours in the containers. tiles: those of the largest plane.
-extern "C" __global__ void copy_pages(const Plane* planes, int64 plane_count, const Page* pages,
-                                      int64 page_count, int64 tiles, int64 gather) {
+extern "C" __global__ void copy_pages(const Plane* planes, int64 plane_count, const Page* pages, int64 page_count,
+                                      int64 tiles, int64 gather) {
     const int64 work = plane_count * page_count * tiles;
     for (int64 item = blockIdx.x; item < work; item += gridDim.x) {
         const int64 tile = item % tiles, unit = item / tiles;
         const Plane& plane = planes[unit / page_count];
         const Page& page = pages[unit % page_count];
         char* engine = reinterpret_cast<char*>(plane.engine_base + page.id * plane.page_stride);
-        char* payload = reinterpret_cast<char*>(page.slot + plane.payload_offset +
-                                                page.position * plane.payload_page_stride);
+        char* payload =
+            reinterpret_cast<char*>(page.slot + plane.payload_offset + page.position * plane.payload_page_stride);
         if (plane.vector_bytes == 16) {
             copy_tile<uint4>(plane, engine, payload, tile, gather);
         } else if (plane.vector_bytes == 4) {

@@ -4,9 +4,8 @@
     <path>/tmp/<pid>-<random>                        writes under way
     <path>/<scope>/<digest[0:2]>/<digest[2]>/<name>  name: the key's text without its scope
 
-The place is a function of the key, so a probe is one stat; the name is the whole key, so a restart reads no file.
-What changes the files of a lowest folder holds its lock, so its count of bytes is exact beside concurrent writes,
-deletes and scans. Other processes' doings show at the next scan.
+The place is a function of the key, so a probe is one stat; the name is the whole key, so a restart reads no file. What
+changes a lowest folder holds its lock: accounts are exact, and learn at the next scan what other processes did.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import fcntl
 import logging
 import mmap
 import os
-import shutil
 import stat
 import threading
 import time
@@ -28,16 +26,15 @@ from hashlib import blake2b
 from typing import BinaryIO
 from urllib.parse import quote, unquote
 
+import numpy as np
+
 from lmkv import _native as native
-from lmkv.backends.base import ALIGNMENT, Backend, Found, Health, Read, Result, Status, Usage, Write, address_of
+from lmkv.backends.base import ALIGNMENT, Backend, Found, Health, Read, Result, Status, Usage, Write
 from lmkv.errors import BackendError, BadInput, ConfigError
 from lmkv.keys import ChunkKey
 
-logger = logging.getLogger(__name__)
-
 _FSYNC = dict.fromkeys(("0", "off", "false", False), False) | dict.fromkeys(("1", "on", "true", True), True)
 _TMP = "tmp"
-_STRIPES = 256  # locks for the lowest folders
 _FOREIGN = "foreign files"
 _CLOSED = Result(Status.ERROR, detail="closed")
 _READ = {errno.EBADMSG: Status.CORRUPT, errno.ENOENT: Status.MISSING, errno.ENOTDIR: Status.MISSING}
@@ -46,17 +43,15 @@ _WRITE |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ON
 
 
 class DiskBackend(Backend):
-    """``disk:///path``, or ``disk:///a,/b`` where every key has one of the paths (',' is %2C).
+    """``disk:///path``, or ``disk:///a,/b`` where every key has one of them (',' is %2C). Read-only, it serves reads.
 
-    fsync: flush a file and its folder before the write is OK: survives power loss, not only ``kill -9``. direct:
-    O_DIRECT "on" (or do not start), "off" or "auto": buffered, with one warning, where the file system refuses it or a
-    buffer is not at a multiple of 4096. A path that takes no writes serves reads. ConfigError: it is no folder.
+    fsync: a write that is OK survives power loss, not only ``kill -9``. direct: O_DIRECT "on" (or do not start), "off"
+    or "auto": buffered, with one warning, where the file system refuses it or a buffer is not at a multiple of 4096.
     """
 
     def __init__(self, url: str, *, fsync: bool | str = False, direct: str = "auto") -> None:
-        for name, value, known in (("fsync", fsync, _FSYNC), ("direct", direct, ("auto", "on", "off"))):
-            if value not in known:
-                raise ConfigError("tiers.url", f"disk: {name}={value!r} is none of {', '.join(map(str, known))}")
+        if fsync not in _FSYNC or direct not in ("auto", "on", "off"):
+            raise ConfigError("tiers.url", f"disk: fsync={fsync!r} must be 0 or 1, direct={direct!r} auto, on or off")
         scheme, _, rest = url.partition("://")
         self._roots = [os.path.normpath(unquote(path)) for path in rest.split(",")]
         if scheme != "disk" or not all(map(os.path.isabs, self._roots)) or len(set(self._roots)) < len(self._roots):
@@ -98,7 +93,8 @@ class DiskBackend(Backend):
         if self._closed:
             return
         try:
-            self._take_lock()
+            if self.shared:
+                self._take_lock()
             self._counts.pop(_FOREIGN, None)
             vanished = set(self._accounts)
             for root in self._roots:
@@ -106,17 +102,16 @@ class DiskBackend(Backend):
                     vanished.discard(folder)
                     if not self._closed and (found := self._list(folder)):
                         yield found
-            for folder in vanished:
-                self._list(folder)
+            list(map(self._list, vanished))
         except OSError as error:
             raise BackendError(f"disk: cannot list {self.url}: {error}") from error
 
     def usage(self) -> Usage:
-        free: int | None = None
-        with suppress(OSError):
-            free = sum({os.stat(root).st_dev: shutil.disk_usage(root).free for root in self._roots}.values())
         used, objects = map(sum, zip((0, 0), *list(self._accounts.values()), strict=True))
-        return Usage(used, objects, free)
+        with suppress(OSError):
+            devices = {os.stat(root).st_dev: os.statvfs(root) for root in self._roots}
+            return Usage(used, objects, sum(room.f_bavail * room.f_frsize for room in devices.values()))
+        return Usage(used, objects, None)
 
     def health(self) -> Health:
         if self._closed:
@@ -124,8 +119,7 @@ class DiskBackend(Backend):
         failed = [f"{root}: {os.strerror(-code)}" for root in self._roots if (code := self._probe(root)) < 0]
         notes = [f"buffered: {self._why_buffered}"] * bool(self._why_buffered)
         notes += ["another process holds the lock"] * self.shared
-        with self._mutex:
-            notes += [f"{count} {what}" for what, count in sorted(self._counts.items())]
+        notes += [f"{count} {what}" for what, count in sorted(dict(self._counts).items())]
         return Health(not failed, "; ".join(failed + notes) or "ok")
 
     def close(self) -> None:
@@ -136,9 +130,8 @@ class DiskBackend(Backend):
             self._let_go()
 
     def _place(self, key: ChunkKey) -> tuple[str, str]:
-        """The key's path and file. Only hex and numbers: nothing can lead outside."""
+        """The key's path, by rendezvous: one more moves only the keys that it gets. And its file, always inside."""
         text, digest = str(key), key.digest.hex()
-        # rendezvous: one more path moves only the keys that it gets
         root = max(self._roots, key=lambda root: blake2b(key.digest + os.fsencode(root)).digest())
         return root, f"{root}/{text[:32]}/{digest[:2]}/{digest[2]}/{text[33:]}"
 
@@ -176,7 +169,7 @@ class DiskBackend(Backend):
 
     def _transfer(self, call: Callable[..., int], files: tuple[str, ...], buffer: memoryview, *flags: bool) -> int:
         """A native call, with O_DIRECT where the buffer and the file system allow it."""
-        address, direct, why = address_of(buffer), self._direct, ""
+        address, direct, why = np.frombuffer(buffer, np.uint8).ctypes.data, self._direct, ""
         if direct and address % ALIGNMENT:
             direct, why = False, "a buffer is not aligned to 4096 bytes"
         code = call(*files, address, buffer.nbytes, direct, *flags)
@@ -185,20 +178,18 @@ class DiskBackend(Backend):
         with self._mutex:
             first, self._why_buffered = why and not self._why_buffered, self._why_buffered or why
         if first:
-            logger.warning("disk: reading and writing through the page cache: %s", why)
+            logging.getLogger(__name__).warning("disk: reading and writing through the page cache: %s", why)
         return code
 
     def _probe(self, root: str) -> int:
         """Write, read and remove one page: a number >= 0, or -errno."""
         file, page = f"{root}/{_TMP}/{os.getpid()}-{os.urandom(8).hex()}", memoryview(mmap.mmap(-1, ALIGNMENT))
         code = self._publish(root, file, page) or self._transfer(native.read_file, (file,), page)
-        with suppress(OSError):
-            os.unlink(file)
+        self._delete(file)
         return code
 
     def _walk(self, folder: str, digits: Sequence[int] = (32, 2, 1)) -> Iterator[str]:
-        """The lowest folders below, on levels of names of so many hex digits. The holder removes what is empty once
-        the caller has been there. OSError when a whole path cannot be listed."""
+        """The lowest folders below, through names of so many hex digits; a holder then removes what is empty."""
         if not digits:
             yield folder
         with nullcontext() if folder in self._roots else self._counted("unreadable folders"):
@@ -214,7 +205,7 @@ class DiskBackend(Backend):
     def _list(self, folder: str) -> list[Found]:
         """The objects in a lowest folder, which sets its account. The holder removes what can be none."""
         found, scope = list[Found](), folder.split("/")[-3]
-        with self._locks[hash(folder) % _STRIPES], self._counted("unreadable folders"):
+        with self._locks[hash(folder) % len(self._locks)], self._counted("unreadable folders"):
             for name, size, written in native.list_dir(folder) if os.path.exists(folder) else ():
                 try:
                     key = ChunkKey.parse(f"{scope}-{name}")
@@ -234,17 +225,16 @@ class DiskBackend(Backend):
     def _changing(self, file: str) -> Iterator[None]:
         """Accounts for what becomes of a file: by looking, as a failed fsync comes after the rename."""
         folder = os.path.dirname(file)
-        with self._locks[hash(folder) % _STRIPES]:
+        with self._locks[hash(folder) % len(self._locks)]:
             old, (used, objects) = _size(file), self._accounts.get(folder, (0, 0))
             yield
             new = _size(file)
             self._account(folder, used + new - old, objects + bool(new) - bool(old))
 
     def _account(self, folder: str, used: int, objects: int) -> None:
-        if objects > 0:
-            self._accounts[folder] = max(used, 0), objects  # others' files may go before they were counted
-        else:
-            self._accounts.pop(folder, None)  # or dead scopes' would collect
+        self._accounts[folder] = max(used, 0), max(objects, 0)  # others' files may go before they were counted
+        if objects < 1:  # dead scopes' would collect
+            del self._accounts[folder]
 
     def _count(self, what: str) -> None:
         with self._mutex:
@@ -264,12 +254,10 @@ class DiskBackend(Backend):
             file.close()
         self._lock_files, self.shared = [], True
         self._mutex = threading.Lock()  # never held during I/O
-        self._locks = [threading.Lock() for _ in range(_STRIPES)]
+        self._locks = [threading.Lock() for _ in range(256)]  # one guards many lowest folders
 
     def _take_lock(self) -> None:
         """All paths' locks or none, in one order for everybody. OSError when there is no flock."""
-        if self._lock_files or self._closed:
-            return
         try:
             with ExitStack() as stack:
                 files: list[BinaryIO] = [stack.enter_context(open(f"{r}/lock", "ab")) for r in sorted(self._roots)]
@@ -289,8 +277,7 @@ os.register_at_fork(after_in_child=lambda: list(map(DiskBackend._let_go, _opened
 
 
 def _remove_stale(folder: str) -> None:
-    """What dead writers left, an hour old at most. A live one whose pid only looks dead (another container's) finds
-    its file gone at the rename and writes again."""
+    """Of writers that are dead, or at it for an hour. One who only looks dead (another container's) will try again."""
     with suppress(FileNotFoundError):
         for entry in os.scandir(folder):
             with suppress(OSError, ValueError):
@@ -304,12 +291,10 @@ def _size(file: str) -> int:
     """Bytes of a file that can be a container, else 0."""
     with suppress(OSError):
         found = os.lstat(file)
-        if stat.S_ISREG(found.st_mode) and found.st_size % ALIGNMENT == 0:
-            return found.st_size
+        return found.st_size if stat.S_ISREG(found.st_mode) and found.st_size % ALIGNMENT == 0 else 0
     return 0
 
 
 def _result(code: int, statuses: dict[int, Status]) -> Result:
-    if code < 0:
-        return Result(statuses.get(-code, Status.ERROR), detail=os.strerror(-code).lower())
-    return Result(Status.OK, code)
+    status = Status.OK if code >= 0 else statuses.get(-code, Status.ERROR)
+    return Result(status, max(code, 0), os.strerror(-code).lower() if code < 0 else "")

@@ -3,8 +3,13 @@
 #include <vector>
 
 #include "blake3.h"
+#include "blake3_core.h"
 #include "check.h"
 #include "xxh3.h"
+
+namespace lmkv {
+void blake3_lanes_x16_anywhere(const LaneWork& work);
+}
 
 namespace {
 
@@ -111,6 +116,20 @@ void test_link_is_keyed_hash_of_its_parts() {
     }
 }
 
+void test_sixteen_lanes() {
+    const auto bytes = input(16 * 1024);
+    for (const std::size_t n : {0u, 1u, 63u, 64u, 65u, 200u, 1024u}) {
+        Digest lanes[16], one;
+        lmkv::LaneWork work{{}, n, lmkv::kIv, 0, 0, 0, lmkv::kChunkStart, lmkv::kChunkEnd | lmkv::kRoot, lanes[0]};
+        for (std::size_t i = 0; i < 16; ++i) work.in[i] = bytes.data() + i * 1024 - i % 3 * (i > 3);
+        lmkv::blake3_lanes_x16_anywhere(work);
+        for (std::size_t i = 0; i < 16; ++i) {
+            lmkv::blake3(work.in[i], n, nullptr, one);
+            CHECK(std::memcmp(one, lanes[i], sizeof one) == 0);
+        }
+    }
+}
+
 // No published values: the variants must agree at every length and alignment.
 void test_variants_agree() {
     const auto bytes = input(5000);
@@ -135,5 +154,6 @@ void test_hashes() {
         test_many_is_one_by_one();
         test_link_is_keyed_hash_of_its_parts();
     });
+    test_sixteen_lanes();
     test_variants_agree();
 }
