@@ -34,6 +34,18 @@ long long quick_value(PyObject* item) {
     return -1;
 }
 
+// The item at i (borrowed), null when the sequence has shrunk meanwhile.
+PyObject* item_at(PyObject* sequence, bool is_list, Py_ssize_t i) {
+#if defined(Py_LIMITED_API)
+    PyObject* const item = is_list ? PyList_GetItem(sequence, i) : PyTuple_GetItem(sequence, i);
+    if (!item) PyErr_Clear();
+    return item;
+#else
+    if (i >= Py_SIZE(sequence)) return nullptr;
+    return is_list ? PyList_GET_ITEM(sequence, i) : PyTuple_GET_ITEM(sequence, i);
+#endif
+}
+
 std::uint32_t slow_value(PyObject* item, std::size_t position) {
     if (PyBool_Check(item)) refuse(position, "is a bool");
     const nanobind::object number = nanobind::steal(PyNumber_Index(item));
@@ -63,12 +75,8 @@ void convert(const char* data, std::ptrdiff_t stride, std::size_t n, std::uint32
 void tokens_from_items(PyObject* sequence, std::size_t n, std::uint32_t* out) {
     const bool is_list = PyList_Check(sequence);
     for (std::size_t i = 0; i < n; ++i) {
-        const auto at = static_cast<Py_ssize_t>(i);
-        PyObject* item = is_list ? PyList_GetItem(sequence, at) : PyTuple_GetItem(sequence, at);
-        if (!item) {
-            PyErr_Clear();
-            refuse(i, "is gone: the list changed while it was read");
-        }
+        PyObject* const item = item_at(sequence, is_list, static_cast<Py_ssize_t>(i));
+        if (!item) refuse(i, "is gone: the list changed while it was read");
         const long long quick = quick_value(item);
         if (quick >= 0) {
             out[i] = in_range(quick, i);

@@ -1,9 +1,8 @@
 """L1 on a GPU: the copies of :mod:`lmkv.pages` by a CUDA kernel.
 
-The kernel (``copy_pages.cu``) reads and writes the containers over PCIe itself. Against staging in device memory and
-``cudaMemcpyAsync`` that is one pass instead of two and takes no memory from the engine; what it costs is a few SMs
-while it runs, and ``blocks`` bounds those. CuPy compiles it with NVRTC on first use, so no wheel depends on a CUDA or
-torch build. CuPy is imported inside functions.
+The kernel (``copy_pages.cu``) reads and writes the containers over PCIe itself: one pass where staging and
+``cudaMemcpyAsync`` need two and memory of the engine. It costs a few SMs while it runs, which ``blocks`` bounds. CuPy,
+imported inside functions, compiles it with NVRTC on first use: no wheel depends on a CUDA or torch build.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def kernel_planes(table: PageTable) -> tuple[Ints, int]:
     """The kernel's plane array, int64 [n, 12] = the plan's rows and the vector width of each, and how many tiles a page
     of the largest plane takes."""
     rows = table.rows
-    byte_columns = np.delete(rows, (5, 8), axis=1)  # all but the counts n0, n1
-    unit = np.gcd.reduce(byte_columns, axis=1)
+    unit = np.gcd.reduce(np.delete(rows, (5, 8), axis=1), axis=1)  # of all but the counts n0, n1
     width = np.where(unit % 16 == 0, 16, np.where(unit % 4 == 0, 4, 1))
     largest = int((rows[:, 4] * rows[:, 5] * rows[:, 8] // width).max())
     if largest >= 1 << 31:
@@ -66,58 +64,47 @@ class PinnedMemory:
     def __init__(self, device: int | None = None) -> None:
         from cupy.cuda import Device, runtime
 
-        number = Device(device).id
-        usable = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        number, usable = Device(device).id, runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
         if not runtime.deviceGetAttribute(usable, number):
             raise LmkvError(f"CUDA device {number} cannot use the host's addresses")
         self._runtime: Any = runtime
-        self._ranges: dict[int, int] = {}
-        self._starts = self._stops = np.zeros(0, np.int64)
+        self._ranges: Ints = np.zeros((0, 2), np.int64)  # begin and end of each, rising; replaced, never changed
         self._lock = threading.Lock()
 
     def add(self, address: int, nbytes: int) -> None:
         """Register ``[address, address + nbytes)``: whole slabs, none twice."""
         with self._lock:
             self._runtime.hostRegister(address, nbytes, _PORTABLE_MAPPED)
-            self._ranges[address] = address + nbytes
-            self._sort()
+            at = np.searchsorted(self._ranges[:, 0], address)
+            self._ranges = np.insert(self._ranges, at, (address, address + nbytes), axis=0)
 
     def remove(self, address: int) -> None:
         """Unregister what :meth:`add` registered at ``address``; no copy may be in flight there."""
         with self._lock:
-            if address in self._ranges:
-                del self._ranges[address]
-                self._sort()
+            others = self._ranges[self._ranges[:, 0] != address]
+            if len(others) < len(self._ranges):
+                self._ranges = others
                 self._runtime.hostUnregister(address)
 
     def close(self) -> None:
         """Unregister everything. Copies must be over; the memory itself stays the caller's."""
-        for address in list(self._ranges):
+        for address in self._ranges[:, 0].tolist():
             self.remove(address)
-
-    def _sort(self) -> None:
-        ranges = np.array(sorted(self._ranges.items()), np.int64).reshape(-1, 2)
-        self._starts, self._stops = ranges[:, 0], ranges[:, 1]
 
     def covers(self, addresses: Ints, nbytes: int) -> bool:
         """Whether every ``[address, address + nbytes)`` lies inside one registered range."""
-        with self._lock:
-            starts, stops = self._starts, self._stops
-        at = np.searchsorted(starts, addresses, side="right") - 1
-        inside = at >= 0
-        return bool(inside.all() and (addresses + nbytes <= stops[at]).all())
+        ranges = self._ranges
+        at = np.searchsorted(ranges[:, 0], addresses, side="right") - 1
+        return bool((at >= 0).all() and (addresses + nbytes <= ranges[at, 1]).all())
 
 
 class CudaCopy(Copy):
-    """A copy on our stream; ``event`` is the CuPy event behind it."""
+    """A copy on our stream; ``event`` is the CuPy event behind it. A failed one raises CuPy's CUDARuntimeError."""
 
     def __init__(self, event: Any, runtime: Any, keep: tuple[Any, ...]) -> None:
-        self.event = event
-        self._runtime = runtime
-        self._keep = keep
+        self.event, self._runtime, self._keep = event, runtime, keep
 
     def done(self) -> bool:
-        """Whether the copy is over; raises CuPy's CUDARuntimeError when it failed."""
         status = self._runtime.eventQuery(self.event.ptr)
         if status not in (0, _NOT_READY):
             self.event.synchronize()
@@ -141,31 +128,23 @@ class CudaPagedKV(PagedKV):
     """
 
     def __init__(
-        self,
-        spec: KVSpec,
-        groups: Sequence[GroupView],
-        pinned: PinnedMemory,
-        order: Order = "physical",
-        keep: object = None,
-        device: int | None = None,
-        blocks: int = BLOCKS,
-    ) -> None:
+        self, spec: KVSpec, groups: Sequence[GroupView], pinned: PinnedMemory, order: Order = "physical",
+        keep: Any = None, device: int | None = None, blocks: int = BLOCKS,
+    ) -> None:  # fmt: skip
         import cupy
 
         super().__init__(spec, groups, order, keep=keep)
         if blocks < 1:
             raise BadInput(f"blocks must be at least 1, not {blocks}")
         self._cupy: Any = cupy
-        self._pinned = pinned
-        self._blocks = blocks
-        self._device = cupy.cuda.Device(device)
+        self._pinned, self._blocks, self._device = pinned, blocks, cupy.cuda.Device(device)
         self._lock = threading.Lock()
         self._flight: tuple[deque[CudaCopy], deque[CudaCopy]] = (deque(), deque())
         with self._device:
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in self._flight]
             module = cupy.RawModule(code=kernel_source(), options=("--std=c++17",))
             self._kernel = module.get_function("copy_pages")
-            built = [kernel_planes(table) for table in self.tables]
+            built = map(kernel_planes, self.tables)
             self._planes = [(cupy.asarray(rows), len(rows), tiles) for rows, tiles in built]
             # The upload went through the default stream, which ours do not wait for.
             cupy.cuda.get_current_stream().synchronize()
@@ -177,17 +156,16 @@ class CudaPagedKV(PagedKV):
                 while flight:
                     flight.popleft().wait()
 
-    def _copy(self, gather: bool, group: int, arguments: tuple[Any, ...], after: Any) -> Copy:
-        slots, ids, starts, first = self._checked(gather, group, *arguments)
+    def _copy(self, gather: bool, group: int, arrays: tuple[Ints, Ints, Ints, Ints], after: Any) -> Copy:
         event = 0 if after is None else _handle(after, "ptr", "cuda_event")
         if after is not None and not event:
             raise BadInput("the event to wait for was never recorded")
-        if not len(ids):
+        pages, slots = kernel_pages(*arrays), arrays[0]
+        if not len(pages):
             return Copy()
         # An address the device cannot reach would end the CUDA context, and the engine with it.
         if (slots % 16).any() or not self._pinned.covers(slots, self.tables[group].payload_bytes):
             raise BadInput(f"group {group}: a container is not in pinned memory")
-        pages = kernel_pages(slots, ids, starts, first)
         planes, plane_count, tiles = self._planes[group]
         cuda, stream, flight = self._cupy.cuda, self._streams[gather], self._flight[gather]
         with self._lock, self._device, stream:
@@ -204,9 +182,8 @@ class CudaPagedKV(PagedKV):
             numbers = [np.int64(number) for number in (len(pages), tiles, gather)]
             self._kernel((grid,), (THREADS,), (planes, np.int64(plane_count), uploaded, *numbers))
             event_behind = stream.record(cuda.Event(block=True, disable_timing=True))
-            copy = CudaCopy(event_behind, cuda.runtime, (staging, uploaded))
-            flight.append(copy)
-        return copy
+            flight.append(CudaCopy(event_behind, cuda.runtime, (staging, uploaded)))
+            return flight[-1]
 
 
 def _handle(thing: Any, *names: str) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -35,8 +36,7 @@ class Plane:
     """One layer's pages, or only their K or their V.
 
     Page ``p`` of ``pages`` lies at ``address + p * page_stride``: the box ``shape``, in elements of ``itemsize`` bytes,
-    with byte ``strides``. Bytes between the boxes (page padding, other layers, other heads) are never touched. Sizes
-    below 1 and overlapping elements: BadInput.
+    with byte ``strides``. Bytes between the boxes are never touched. BadInput: elements overlap, a size is below 1.
     """
 
     address: int
@@ -47,16 +47,15 @@ class Plane:
     itemsize: int
 
     def __post_init__(self) -> None:
-        if self.address <= 0 or min(self.pages, self.itemsize, *self.shape) < 1:
-            raise BadInput(f"a plane needs an address and positive sizes: {self}")
-        if len(self.shape) != len(self.strides):
-            raise BadInput(f"a plane needs a stride for each axis: {self}")
-        dims = [(self.page_stride, self.pages), *zip(self.strides, self.shape, strict=True)]
+        sizes = (self.address, self.pages, self.itemsize, *self.shape)
+        if min(sizes) < 1 or len(self.shape) != len(self.strides):
+            raise BadInput(f"a plane needs an address, positive sizes and a stride for each axis: {self}")
         extent = self.itemsize
-        for stride, count in sorted(dim for dim in dims if dim[1] > 1):
-            if stride < extent:
-                raise BadInput(f"elements overlap (an expanded or flipped array?): {self}")
-            extent += stride * (count - 1)
+        for stride, count in sorted(zip((self.page_stride, *self.strides), (self.pages, *self.shape), strict=True)):
+            if count > 1:
+                if stride < extent:
+                    raise BadInput(f"elements overlap (an expanded or flipped array?): {self}")
+                extent += stride * (count - 1)
 
     @property
     def page_bytes(self) -> int:
@@ -69,18 +68,14 @@ class Plane:
     ) -> Plane:
         """The pages of a torch, numpy or CuPy array (known by duck type); no data is copied.
 
-        ``page_axis`` counts the pages; the other axes, in their order, are the box: ``of(kv)`` for ``kv`` of vLLM,
-        [block, head, token, content]. With ``token_axis`` the pages are cut from an unpaged tensor, ``page_tokens``
-        each, an incomplete last one left out; the page axis must then be None or of size 1: sequence b of HF's
-        [batch, heads, tokens, dim] is ``of(keys[b], None, 16, token_axis=1)``. For a payload in another ``logical``
-        order transpose the array first.
+        ``page_axis`` counts the pages; the other axes, in their order, are the box: ``of(kv)`` for vLLM's [block, head,
+        token, content]. With ``token_axis`` whole pages of ``page_tokens`` are cut from one sequence, the page axis
+        being None or of size 1: ``of(keys[b], None, 16, token_axis=1)`` for HF's [batch, heads, tokens, dim].
         """
         address, shape, strides, itemsize = _describe(array)
         if any(not -len(shape) <= (axis or 0) < len(shape) for axis in (page_axis, token_axis)):
             raise BadInput(f"axes {page_axis}, {token_axis} of an array of {len(shape)} dimensions")
-        pages, page_stride = 1, 0
-        if page_axis is not None:
-            pages, page_stride = shape[page_axis], strides[page_axis]
+        pages, page_stride = (1, 0) if page_axis is None else (shape[page_axis], strides[page_axis])
         if token_axis is not None:
             if pages != 1 or not page_tokens or page_tokens < 1:
                 raise BadInput("a token axis needs page_tokens, and one sequence: pass array[b]")
@@ -139,22 +134,13 @@ class Copy:
 class PagedKV:
     """An engine's pages for every group of a spec, and the copies between them and containers.
 
-    ``threads`` share the pages of one call; ``keep`` is held as long as this object, since a plane is only an address.
-    Raises BadInput when planes and spec disagree. ``layout`` is the payload order as text, for a Scope: equal texts,
-    equal payload bytes, provided that the axes, which are numbered as declared, mean the same.
-
-    Pages the caller does not have (vLLM's null block, slid out of a window) are left out of a copy: only ids that are
-    present go in, with their position in the chunk. :meth:`pieces` cuts a list with holes into such runs; a chunk with
-    a hole then occurs twice in one call.
+    ``threads`` share the pages of one call; ``keep`` is kept alive, since a plane is only an address. ``layout`` is the
+    payload order as text, for a Scope: equal texts, equal payload bytes, provided that the axes, which are numbered as
+    declared, mean the same. BadInput: planes and spec disagree.
     """
 
     def __init__(
-        self,
-        spec: KVSpec,
-        groups: Sequence[GroupView],
-        order: Order = "physical",
-        threads: int = 1,
-        keep: object = None,
+        self, spec: KVSpec, groups: Sequence[GroupView], order: Order = "physical", threads: int = 1, keep: Any = None
     ) -> None:
         if order not in ("physical", "logical") or threads < 1:
             raise BadInput(f"order {order!r} is not physical or logical, or {threads} threads < 1")
@@ -162,8 +148,7 @@ class PagedKV:
             raise BadInput(f"the spec has {len(spec.groups)} groups, {len(groups)} were described")
         self.tables = tuple(build_table(spec, g, view, order) for g, view in enumerate(groups))
         self.layout = " ".join(table.layout for table in self.tables)
-        self.threads = threads
-        self._keep = keep
+        self._threads, self._keep = threads, keep
         self._plans = [CopyPlan(table.rows, table.payload_bytes) for table in self.tables]
 
     def pages(self, group: int) -> int:
@@ -176,21 +161,18 @@ class PagedKV:
         Both ends must lie on page borders. A recurrent group has one page a chunk, the state at the chunk's end. Ids
         equal to ``absent`` are pages the caller does not have: returned as -1.
         """
-        table = self._table(group)
+        table, ids, stop = self._table(group), _integers("page ids", page_ids), first_token + tokens
         unit = table.page_tokens
-        if first_token < 0 or tokens < 0 or first_token % unit or tokens % unit:
-            raise BadInput(
-                f"group {group}: tokens [{first_token}, {first_token + tokens}) are not whole pages of {unit} tokens"
-            )
-        ids = _integers("page ids", page_ids)
+        if min(first_token, tokens) < 0 or first_token % unit or tokens % unit:
+            raise BadInput(f"group {group}: tokens [{first_token}, {stop}) are not whole pages of {unit} tokens")
         if len(ids) != tokens // unit:
             raise BadInput(f"group {group}: {tokens // unit} page ids are needed, not {len(ids)}")
-        present = np.ones(len(ids), bool) if absent is None else ids != absent
+        present = ids != absent
         _check_range(ids[present], table.pages, group)
         return np.where(present, ids, -1)
 
     def pieces(self, group: int, page_ids: Ints, first_token: int = 0) -> Pieces:
-        """Cut ids from :meth:`check_ids`, the first one at ``first_token``, into runs to copy."""
+        """Cut ids from :meth:`check_ids`, the first one at ``first_token``, into runs to copy, around absent ones."""
         table = self._table(group)
         taken = np.flatnonzero(page_ids >= 0)
         at = first_token // table.page_tokens + taken
@@ -199,33 +181,29 @@ class PagedKV:
         return Pieces(chunks, page_ids[taken], np.append(begins, len(taken)), first)
 
     def gather(self, group: int, containers: Any, page_ids: Any, starts: Any, first: Any, after: Any = None) -> Copy:
-        """Copy pages into containers: pages ``page_ids[starts[i]:starts[i + 1]]`` to positions ``first[i], ...`` of the
-        container at address ``containers[i]``; its header, its padding and its other positions keep their bytes.
+        """Copy pages ``page_ids[starts[i]:starts[i + 1]]`` to positions ``first[i], ...`` of the container at address
+        ``containers[i]``; its other bytes stay. ``after``: the CUDA event behind the step that wrote the pages.
 
-        Integer arrays: containers [n], page_ids [m], starts [n + 1], first [n]. ``after``: the CUDA event behind the
-        step that wrote the pages. BadInput: nothing was copied.
+        Integer arrays: containers [n], page_ids [m], starts [n + 1], first [n]. BadInput: nothing was copied.
         """
-        return self._copy(True, group, (containers, page_ids, starts, first), after)
+        return self._copy(True, group, self._checked(True, group, containers, page_ids, starts, first), after)
 
     def scatter(self, group: int, containers: Any, page_ids: Any, starts: Any, first: Any, after: Any = None) -> Copy:
         """Copy containers into pages, :meth:`gather` reversed. No page may be named twice."""
-        return self._copy(False, group, (containers, page_ids, starts, first), after)
+        return self._copy(False, group, self._checked(False, group, containers, page_ids, starts, first), after)
 
-    def _copy(self, gather: bool, group: int, arguments: tuple[Any, ...], after: Any) -> Copy:
+    def _copy(self, gather: bool, group: int, arrays: tuple[Ints, Ints, Ints, Ints], after: Any) -> Copy:
         if after is not None:
             raise BadInput("pages in host memory are copied at once: there is no event to wait for")
-        slots, ids, starts, first = self._checked(gather, group, *arguments)
-        if len(ids):
-            copy_pages(self._plans[group], gather, slots, ids, starts, first, self.threads)
+        if len(arrays[1]):
+            copy_pages(self._plans[group], gather, *arrays, self._threads)
         return Copy()
 
-    def _checked(
-        self, gather: bool, group: int, containers: Any, page_ids: Any, starts: Any, first: Any
-    ) -> tuple[Ints, Ints, Ints, Ints]:
-        """A copy's arguments as int64 arrays, all in bounds."""
+    def _checked(self, gather: bool, group: int, *arrays: Any) -> tuple[Ints, Ints, Ints, Ints]:
+        """A copy's containers, page ids, starts and first positions as int64 arrays, all in bounds."""
         table = self._table(group)
-        slots, ids = _integers("containers", containers), _integers("page ids", page_ids)
-        starts, first = _integers("starts", starts), _integers("first", first)
+        names = ("containers", "page ids", "starts", "first")
+        slots, ids, starts, first = (_integers(*each) for each in zip(names, arrays, strict=True))
         if len(starts) != len(slots) + 1 or len(first) != len(slots) or (slots <= 0).any():
             raise BadInput("n containers need n addresses, n + 1 starts and n first positions")
         counts = np.diff(starts)
@@ -256,22 +234,17 @@ def build_table(spec: KVSpec, group: int, view: GroupView, order: Order) -> Page
     rows: list[list[int]] = []
     for part in chunk.layout(spec, group):
         for nth, planes in enumerate(view.layers[part.first_layer :][: part.layers]):
-            found = sum(plane.page_bytes for plane in planes)
-            if found != page_bytes:
-                raise BadInput(
-                    f"group {group}, layer {part.first_layer + nth}: the planes of a page have "
-                    f"{found} bytes, the spec says {page_bytes}"
-                )
+            if (found := sum(plane.page_bytes for plane in planes)) != page_bytes:
+                where = f"group {group}, layer {part.first_layer + nth}"
+                raise BadInput(f"{where}: the planes of a page have {found} bytes, the spec says {page_bytes}")
             offset = part.offset + nth * per_chunk * page_bytes
             for plane in planes:
                 rows += _rows(plane, order, offset, page_bytes)
                 offset += plane.page_bytes
     texts = ("+".join(_text(plane, order) for plane in planes) for planes in view.layers)
-    layout = ",".join(f"{len(list(same))}*{text}" for text, same in groupby(texts))
+    layout = f"g{group}[{','.join(f'{len(list(same))}*{text}' for text, same in groupby(texts))}]"
     size = chunk.container_bytes(spec, group)
-    page_tokens = spec.chunk_tokens // per_chunk
-    plan = np.array(rows, np.int64)
-    return PageTable(plan, size, pages.pop(), per_chunk, page_tokens, f"g{group}[{layout}]")
+    return PageTable(np.array(rows, np.int64), size, pages.pop(), per_chunk, spec.chunk_tokens // per_chunk, layout)
 
 
 def _axes(plane: Plane, order: Order) -> list[int]:
@@ -282,31 +255,29 @@ def _axes(plane: Plane, order: Order) -> list[int]:
 
 def _text(plane: Plane, order: Order) -> str:
     """Axis numbers and sizes in payload order, then the item size: ``1.16x0.8x2.128/2``."""
-    axes = "x".join(f"{axis}.{plane.shape[axis]}" for axis in _axes(plane, order))
-    return f"{axes}/{plane.itemsize}"
+    return "x".join(f"{axis}.{plane.shape[axis]}" for axis in _axes(plane, order)) + f"/{plane.itemsize}"
 
 
 def _rows(plane: Plane, order: Order, offset: int, page_bytes: int) -> list[list[int]]:
     """Rows of the copy plan for one plane: neighbouring axes that are contiguous on both sides are merged; two that
     stay fit into a row, a further one is written out, smallest first."""
-    outer: list[tuple[int, int, int]] = []
-    run = payload_stride = plane.itemsize
+    dims = [(plane.itemsize, 1, 1)]  # size, stride, payload stride: the run of bytes, and what is around it
+    payload_stride = plane.itemsize
     for axis in reversed(_axes(plane, order)):
-        size, stride = plane.shape[axis], plane.strides[axis]
-        if not outer and stride == run:
-            run *= size
-        elif outer and stride == outer[0][0] * outer[0][1]:
-            outer[0] = (outer[0][0] * size, *outer[0][1:])
+        size, stride, inner = plane.shape[axis], plane.strides[axis], dims[-1]
+        if stride == inner[0] * inner[1]:
+            dims[-1] = (inner[0] * size, *inner[1:])
         else:
-            outer.insert(0, (size, stride, payload_stride))
+            dims.append((size, stride, payload_stride))
         payload_stride *= size
+    (run, _, _), *outer = dims
     corners = [(plane.address, offset)]
     while len(outer) > 2:
-        size, stride, step = outer.pop(min(range(len(outer)), key=lambda i: outer[i][0]))
+        size, stride, step = outer.pop(outer.index(min(outer)))
         if len(corners) * size > MAX_ROWS_PER_PLANE:
             raise BadInput(f"too scattered to copy: {plane}")
         corners = [(base + i * stride, at + i * step) for base, at in corners for i in range(size)]
-    loops = [number for dim in ([(1, 0, 0)] * 2 + outer)[-2:] for number in dim]
+    loops = [number for dim in reversed([*outer, (1, 0, 0), (1, 0, 0)][:2]) for number in dim]
     return [[base, at, plane.page_stride, page_bytes, run, *loops] for base, at in corners]
 
 
@@ -314,7 +285,7 @@ def _describe(array: Any) -> tuple[int, list[int], list[int], int]:
     """Address, shape, byte strides and item size of an array."""
     if hasattr(array, "data_ptr"):
         itemsize = int(array.element_size())
-        return array.data_ptr(), list(array.shape), [s * itemsize for s in array.stride()], itemsize
+        return array.data_ptr(), list(array.shape), [stride * itemsize for stride in array.stride()], itemsize
     for name in ("__array_interface__", "__cuda_array_interface__"):
         if hasattr(array, name):
             address, read_only = getattr(array, name)["data"]
@@ -325,19 +296,15 @@ def _describe(array: Any) -> tuple[int, list[int], list[int], int]:
 
 
 def _integers(what: str, values: Any) -> Ints:
-    try:
+    with suppress(TypeError, ValueError):
         array = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{what} must be a one-dimensional array of integers: {error}") from error
-    if array.shape == (0,):
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        found = f"{array.ndim} dimensions of {array.dtype}"
-        raise BadInput(f"{what} must be a one-dimensional array of integers, not {found}")
-    return np.ascontiguousarray(array, np.int64)
+        if array.shape == (0,) or (array.ndim == 1 and array.dtype.kind in "iu"):
+            return np.ascontiguousarray(array, np.int64)
+        values = f"{array.ndim} dimensions of {array.dtype}"
+    raise BadInput(f"{what} must be a one-dimensional array of integers, not {values!r:.99}")
 
 
 def _check_range(ids: Ints, pages: int, group: int) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= pages):
-        wrong = ids[(ids < 0) | (ids >= pages)][0]
-        raise BadInput(f"group {group}: page {wrong} is not one of the engine's 0 to {pages - 1}")
+    wrong = ids[(ids < 0) | (ids >= pages)]
+    if len(wrong):
+        raise BadInput(f"group {group}: page {wrong[0]} is not one of the engine's 0 to {pages - 1}")

@@ -7,6 +7,7 @@ or over a copy.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from lmkv import chunk
-from lmkv.arena import Arena, Slot, slab_bytes
+from lmkv.arena import PAGE, Arena, Slot, slab_bytes
 from lmkv.backends.base import Found, Result, Status
 from lmkv.backends.cpu import CpuBackend
 from lmkv.config import Config, memory_limit
@@ -41,13 +42,18 @@ class StorageManager:
     def __init__(self, config: Config, sizes: Sequence[int]) -> None:
         self.config = config
         self.stats = Stats()
-        budget = config.cpu.budget.resolve(memory_limit())
-        slab = slab_bytes(max(sizes), config.cpu.slab)
-        self.arena = Arena(budget, slab, sizes, huge=config.cpu.huge_pages, touch=config.cpu.touch)
-        self.cpu = CpuBackend(budget=str(budget), arena=self.arena)
         self.tiers = _open_tiers(config, max(sizes))
         self.names = ("cpu", *(tier.name for tier in self.tiers))
-        self.index = Index(1 + len(self.tiers), policy(config.policy))
+        try:
+            self.index = Index(1 + len(self.tiers), policy(config.policy))
+            budget = config.cpu.budget.resolve(memory_limit())
+            slab = _slab_bytes(budget, sizes, config.cpu.slab)
+            self.arena = Arena(budget, slab, sizes, huge=config.cpu.huge_pages, touch=config.cpu.touch)
+        except ConfigError:
+            for tier in self.tiers:
+                tier.backend.close()
+            raise
+        self.cpu = CpuBackend(budget=str(budget), arena=self.arena)
         self.lock = threading.RLock()
         self.leases = LeaseTable(self.arena.capacity // 2, self.lock)
         self.room = Room(self)
@@ -335,6 +341,16 @@ class StorageManager:
         return clean
 
 
+def _slab_bytes(budget: int, sizes: Sequence[int], target: int) -> int:
+    """Bytes of a slab: small enough that every container size gets slabs of its own."""
+    classes, largest = len(set(sizes)), max(sizes)
+    if budget < classes * largest:
+        needed = classes * largest
+        raise ConfigError("cpu.budget", f"{budget} bytes cannot hold one chunk; needs at least {needed}")
+    slab = slab_bytes(largest, min(target, budget // (4 * classes)))
+    return slab if slab * classes <= budget else budget // classes // PAGE * PAGE
+
+
 def _open_tiers(config: Config, largest: int) -> list[Tier]:
     tiers: list[Tier] = []
     for number, each in enumerate(config.tiers, 1):
@@ -356,4 +372,11 @@ def _after_fork() -> None:
         storage.forked = True
 
 
+def _at_exit() -> None:
+    """A thread inside a native call must not meet the end of the interpreter."""
+    for storage in list(_STORAGES):
+        storage.close(storage.config.close_timeout)
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

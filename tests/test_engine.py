@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -386,3 +388,34 @@ def test_after_close_every_call_is_a_miss(memory: Memory) -> None:
     with pytest.raises(lmkv.Closed):
         engine.clear(everything=True)
     assert not engine.health()["ok"]
+
+
+def test_a_small_budget_still_serves_groups_of_different_sizes() -> None:
+    mixed = spec(full(layers=40), recurrent())
+    memory = Memory(mixed, pages=128)
+    with open_engine(memory, cpu_budget="1MiB", cpu_slab="64MiB") as engine:
+        ids = memory.ids(160)
+        handle = engine.store(TOKENS[: 5 * CHUNK], memory.pages, [ids[0][:20], ids[1][:5]])
+        assert (handle.stored, handle.dropped) == (10, 0)
+        assert engine.lookup(TOKENS).tokens == 5 * CHUNK
+
+
+def test_a_process_may_end_without_closing_its_engine(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_engine import *
+memory = Memory(spec(), pages=128)
+engine = open_engine(memory, tiers=disk(Path({root!r})), cpu_budget="2GiB", cpu_touch=True)
+engine.store(TOKENS, memory.pages, memory.ids(160))
+try:
+    open_engine(memory, cpu_budget="1GiB", cpu_touch=True, tiers=disk(Path({root!r}), budget=4096))
+except ConfigError:
+    print("refused")
+"""
+    code = code.format(tests=str(Path(__file__).parent), root=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
+    memory = Memory(spec(), pages=128)
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        assert engine.retrieve(TOKENS, memory.pages, memory.ids(160)).tokens == 160

@@ -7,6 +7,7 @@ size, block size and depth. So a ratio compares neighbours in time.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from lmkv import _native
-from lmkv.chunk import container_bytes
+from lmkv.chunk import PAGE, container_bytes
 from lmkv.config import Config
 from lmkv.engine import Engine
 from lmkv.errors import BadInput, ConfigError, nearest
@@ -69,8 +70,9 @@ class Memory:
         return GroupView(tuple(map(tuple, planes)))
 
     def _array(self, shape: Sequence[int], item: int) -> np.ndarray[Any, Any]:
-        array = np.empty(shape, f"u{item}")
-        flat = array.reshape(-1).view(np.uint8)
+        room = np.empty(math.prod(shape) * item + PAGE, np.uint8)
+        flat = room[-room.ctypes.data % PAGE :][: math.prod(shape) * item]  # engines align their pages, numpy does not
+        array = flat.view(f"u{item}").reshape(shape)
         noise = np.frombuffer(np.random.default_rng(0).bytes(1_000_003), np.uint8)
         for at in range(0, flat.size, noise.size):
             flat[at : at + noise.size] = noise[: flat.size - at]
