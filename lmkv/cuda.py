@@ -22,8 +22,6 @@ from lmkv.spec import KVSpec
 THREADS = 256
 IN_FLIGHT = 4  # kInFlight of the kernel
 BLOCKS = 32  # * 256 * 4 * 16 B = 512 KiB in flight; PCIe 5 x16 needs 64 GB/s * 2 us = 128 KiB
-_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
-_NOT_READY = 600  # cudaErrorNotReady
 
 
 def kernel_source() -> str:
@@ -57,8 +55,8 @@ def kernel_pages(slots: Ints, page_ids: Ints, starts: Ints, first: Ints) -> Ints
 class PinnedMemory:
     """Host memory that CUDA has registered, so that a kernel may use its addresses. Thread-safe.
 
-    Registering locks the pages, and faults in those never touched: do it slab by slab, in the background. Raises
-    LmkvError when the device cannot use host addresses, CuPy's CUDARuntimeError when CUDA refuses a range.
+    Registering locks pages, and faults in those never touched: do it slab by slab, in the background. LmkvError: the
+    device cannot use host addresses. CuPy's CUDARuntimeError: CUDA refuses a range.
     """
 
     def __init__(self, device: int | None = None) -> None:
@@ -74,7 +72,7 @@ class PinnedMemory:
     def add(self, address: int, nbytes: int) -> None:
         """Register ``[address, address + nbytes)``: whole slabs, none twice."""
         with self._lock:
-            self._runtime.hostRegister(address, nbytes, _PORTABLE_MAPPED)
+            self._runtime.hostRegister(address, nbytes, 1 | 2)  # cudaHostRegisterPortable | cudaHostRegisterMapped
             at = np.searchsorted(self._ranges[:, 0], address)
             self._ranges = np.insert(self._ranges, at, (address, address + nbytes), axis=0)
 
@@ -106,7 +104,7 @@ class CudaCopy(Copy):
 
     def done(self) -> bool:
         status = self._runtime.eventQuery(self.event.ptr)
-        if status not in (0, _NOT_READY):
+        if status not in (0, 600):  # cudaErrorNotReady
             self.event.synchronize()
         return bool(status == 0)
 
@@ -119,12 +117,11 @@ class CudaCopy(Copy):
 
 
 class CudaPagedKV(PagedKV):
-    """:class:`lmkv.pages.PagedKV` for planes in device memory. Thread-safe.
+    """:class:`lmkv.pages.PagedKV` for planes in device memory. Thread-safe. Close before dropping.
 
-    Copies are asynchronous: pages and containers must stay as they are until one is done. ``pinned`` must cover every
-    container; ``device`` is a CUDA ordinal, by default the current one; ``after`` may be an event of CuPy or torch or a
-    raw handle. Gathers and scatters have a non-blocking stream each, so that a load does not queue behind a save. Close
-    before dropping.
+    Copies are asynchronous: pages and containers, which ``pinned`` must cover, stay as they are until one is done.
+    ``device``: a CUDA ordinal, by default the current one. ``after``: an event of CuPy or torch, or a raw handle.
+    Gathers and scatters have a non-blocking stream each, so that a load does not queue behind a save.
     """
 
     def __init__(
@@ -138,16 +135,12 @@ class CudaPagedKV(PagedKV):
             raise BadInput(f"blocks must be at least 1, not {blocks}")
         self._cupy: Any = cupy
         self._pinned, self._blocks, self._device = pinned, blocks, cupy.cuda.Device(device)
-        self._lock = threading.Lock()
-        self._flight: tuple[deque[CudaCopy], deque[CudaCopy]] = (deque(), deque())
+        self._lock, self._flight = threading.Lock(), (deque[CudaCopy](), deque[CudaCopy]())
         with self._device:
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in self._flight]
-            module = cupy.RawModule(code=kernel_source(), options=("--std=c++17",))
-            self._kernel = module.get_function("copy_pages")
-            built = map(kernel_planes, self.tables)
-            self._planes = [(cupy.asarray(rows), len(rows), tiles) for rows, tiles in built]
-            # The upload went through the default stream, which ours do not wait for.
-            cupy.cuda.get_current_stream().synchronize()
+            self._kernel = cupy.RawModule(code=kernel_source(), options=("--std=c++17",)).get_function("copy_pages")
+            self._planes = [(cupy.asarray(rows), len(rows), tiles) for rows, tiles in map(kernel_planes, self.tables)]
+            cupy.cuda.get_current_stream().synchronize()  # of the upload, for which our streams do not wait
 
     def close(self) -> None:
         """Wait for every copy that was started."""
@@ -157,8 +150,8 @@ class CudaPagedKV(PagedKV):
                     flight.popleft().wait()
 
     def _copy(self, gather: bool, group: int, arrays: tuple[Ints, Ints, Ints, Ints], after: Any) -> Copy:
-        event = 0 if after is None else _handle(after, "ptr", "cuda_event")
-        if after is not None and not event:
+        event = None if after is None else _handle(after, "ptr", "cuda_event")
+        if event == 0:
             raise BadInput("the event to wait for was never recorded")
         pages, slots = kernel_pages(*arrays), arrays[0]
         if not len(pages):
@@ -188,9 +181,7 @@ class CudaPagedKV(PagedKV):
 
 def _handle(thing: Any, *names: str) -> int:
     """A CUDA handle: an int, or the attribute that CuPy or torch keeps it in."""
-    for name in names:
-        if hasattr(thing, name):
-            return int(getattr(thing, name))
-    if isinstance(thing, int):
-        return thing
-    raise BadInput(f"{type(thing).__name__} is not a CUDA handle of CuPy or torch")
+    found = next((getattr(thing, name) for name in names if hasattr(thing, name)), thing)
+    if not isinstance(found, int):
+        raise BadInput(f"{type(thing).__name__} is not a CUDA handle of CuPy or torch")
+    return found

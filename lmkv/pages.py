@@ -1,12 +1,10 @@
 """L1: an engine's KV pages as strided memory, and the copies between pages and chunk containers.
 
-Nothing here knows an engine or a layout by name: whoever registers memory describes it as planes (address, strides,
-shape), and one copy plan per group follows. vLLM's six layouts, padded pages, groups that alias one region, recurrent
-states and HF's [batch, heads, tokens, dim] are one case.
+Whoever registers memory describes it as planes (address, strides, shape), and one copy plan per group follows: vLLM's
+six layouts, padded pages, groups that alias one region, recurrent states and HF's [batch, heads, tokens, dim] alike.
 
-Payload of a container: the layers of each part in order; inside a layer the chunk's pages in order; inside a page its
-planes in order; inside a plane the box row-major, its axes ordered ``physical`` (by falling stride: the bytes as the
-engine lays them out) or ``logical`` (as declared).
+Payload of a container: the layers of each part, in a layer the chunk's pages, in a page its planes, all in order; in a
+plane the box row-major, its axes ordered ``physical`` (by falling stride, as they lie) or ``logical`` (as declared).
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from lmkv.spec import KVSpec
 
 Ints = NDArray[np.int64]
 Order = Literal["physical", "logical"]
-MAX_ROWS_PER_PLANE = 256
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,9 @@ class Plane:
             raise BadInput(f"a plane needs an address, positive sizes and a stride for each axis: {self}")
         extent = self.itemsize
         for stride, count in sorted(zip((self.page_stride, *self.strides), (self.pages, *self.shape), strict=True)):
-            if count > 1:
-                if stride < extent:
-                    raise BadInput(f"elements overlap (an expanded or flipped array?): {self}")
-                extent += stride * (count - 1)
+            if count > 1 and stride < extent:
+                raise BadInput(f"elements overlap (an expanded or flipped array?): {self}")
+            extent += stride * (count - 1)
 
     @property
     def page_bytes(self) -> int:
@@ -63,9 +59,7 @@ class Plane:
         return math.prod(self.shape) * self.itemsize
 
     @classmethod
-    def of(
-        cls, array: Any, page_axis: int | None = 0, page_tokens: int | None = None, token_axis: int | None = None
-    ) -> Plane:
+    def of(cls, array: Any, page_axis: int | None = 0, page_tokens: int = 0, token_axis: int | None = None) -> Plane:
         """The pages of a torch, numpy or CuPy array (known by duck type); no data is copied.
 
         ``page_axis`` counts the pages; the other axes, in their order, are the box: ``of(kv)`` for vLLM's [block, head,
@@ -88,8 +82,7 @@ class Plane:
         return cls(address, pages, page_stride, tuple(shape), tuple(strides), itemsize)
 
 
-@dataclass(frozen=True)
-class GroupView:
+class GroupView(NamedTuple):
     """The planes of each layer of a group, in the group's layer order: one plane when K and V are fused (or MLA, or a
     recurrent state), two when they lie apart."""
 
@@ -156,10 +149,9 @@ class PagedKV:
         return self._table(group).pages
 
     def check_ids(self, group: int, page_ids: Any, first_token: int, tokens: int, absent: int | None = None) -> Ints:
-        """Page ids of tokens ``[first_token, first_token + tokens)`` as int64, or BadInput.
+        """Page ids of tokens ``[first_token, first_token + tokens)``, which must be whole pages, as int64, or BadInput.
 
-        Both ends must lie on page borders. A recurrent group has one page a chunk, the state at the chunk's end. Ids
-        equal to ``absent`` are pages the caller does not have: returned as -1.
+        A recurrent group has one page a chunk, the state at its end. -1: a page the caller does not have (``absent``).
         """
         table, ids, stop = self._table(group), _integers("page ids", page_ids), first_token + tokens
         unit = table.page_tokens
@@ -274,7 +266,7 @@ def _rows(plane: Plane, order: Order, offset: int, page_bytes: int) -> list[list
     corners = [(plane.address, offset)]
     while len(outer) > 2:
         size, stride, step = outer.pop(outer.index(min(outer)))
-        if len(corners) * size > MAX_ROWS_PER_PLANE:
+        if len(corners) * size > 256:
             raise BadInput(f"too scattered to copy: {plane}")
         corners = [(base + i * stride, at + i * step) for base, at in corners for i in range(size)]
     loops = [number for dim in reversed([*outer, (1, 0, 0), (1, 0, 0)][:2]) for number in dim]
@@ -286,13 +278,12 @@ def _describe(array: Any) -> tuple[int, list[int], list[int], int]:
     if hasattr(array, "data_ptr"):
         itemsize = int(array.element_size())
         return array.data_ptr(), list(array.shape), [stride * itemsize for stride in array.stride()], itemsize
-    for name in ("__array_interface__", "__cuda_array_interface__"):
-        if hasattr(array, name):
-            address, read_only = getattr(array, name)["data"]
-            if read_only:
-                raise BadInput("an engine's pages must be writable, this array is read-only")
-            return address, list(array.shape), list(array.strides), array.itemsize
-    raise BadInput(f"{type(array).__name__} is not a torch, numpy or CuPy array")
+    interface = getattr(array, "__array_interface__", None) or getattr(array, "__cuda_array_interface__", None)
+    if not interface:
+        raise BadInput(f"{type(array).__name__} is not a torch, numpy or CuPy array")
+    if interface["data"][1]:
+        raise BadInput("an engine's pages must be writable, this array is read-only")
+    return interface["data"][0], list(array.shape), list(array.strides), array.itemsize
 
 
 def _integers(what: str, values: Any) -> Ints:

@@ -1,18 +1,16 @@
 """What a backend is: one tier that keeps whole containers under chunk keys.
 
-A container is an opaque byte string of ``n * 4096`` bytes, n >= 1. A backend never looks inside: headers, checksums and
-codecs belong to the storage above it, which verifies every byte it reads. So a backend has only five duties:
+A container is an opaque byte string of ``n * 4096`` bytes, n >= 1. Headers, checksums and codecs belong to the storage
+above, which verifies every byte it reads. So a backend has only five duties, checked by `lmkv.testing.BackendTests`;
+docs/backends.md has a complete small one.
 
 - **Whole or absent.** A reader sees all of one write or nothing of it, also beside writers of the same key and after
   ``kill -9``. Writing a key that exists replaces the object or keeps the old one; both are OK.
 - **Results, not exceptions.** What concerns one item (missing, damaged, full, late, closed) is that item's result; the
   others of its batch go on. Only `scan` raises, and only BackendError.
 - **Blocking and thread-safe.** Any thread may call at any time, also while another is in the middle of a `scan`.
-- **Batches.** A batch method gives one result an item, in order. A batch may be empty, and may name a key twice: then
-  as if one by one, in order.
+- **Batches.** One result an item, in order. A batch may be empty, or name a key twice: then as if one by one, in order.
 - **Bounded.** Nothing waits for ever: whatever can hang has a time limit inside and says TIMEOUT.
-
-`lmkv.testing.BackendTests` checks them; docs/backends.md has a complete small backend.
 """
 
 from __future__ import annotations

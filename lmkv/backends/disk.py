@@ -132,7 +132,8 @@ class DiskBackend(Backend):
     def _place(self, key: ChunkKey) -> tuple[str, str]:
         """The key's path, by rendezvous: one more moves only the keys that it gets. And its file, always inside."""
         text, digest = str(key), key.digest.hex()
-        root = max(self._roots, key=lambda root: blake2b(key.digest + os.fsencode(root)).digest())
+        first, *more = self._roots
+        root = max(self._roots, key=lambda root: blake2b(key.digest + os.fsencode(root)).digest()) if more else first
         return root, f"{root}/{text[:32]}/{digest[:2]}/{digest[2]}/{text[33:]}"
 
     def _read(self, key: ChunkKey, into: memoryview) -> Result:
@@ -265,8 +266,7 @@ class DiskBackend(Backend):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 stack.pop_all()
             self._lock_files, self.shared = files, False
-            for root in self._roots:
-                _remove_stale(f"{root}/{_TMP}")
+            list(map(_remove_stale, self._roots))
         except OSError as error:  # somebody else's, or nothing that we could evict
             if error.errno not in (errno.EWOULDBLOCK, errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
@@ -276,10 +276,10 @@ _opened: weakref.WeakSet[DiskBackend] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: list(map(DiskBackend._let_go, _opened)))
 
 
-def _remove_stale(folder: str) -> None:
-    """Of writers that are dead, or at it for an hour. One who only looks dead (another container's) will try again."""
+def _remove_stale(root: str) -> None:
+    """Files of writers that are dead, or at it for an hour. One that is only in another container tries again."""
     with suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
+        for entry in os.scandir(f"{root}/{_TMP}"):
             with suppress(OSError, ValueError):
                 pid = int(entry.name.partition("-")[0])
                 alive = pid != os.getpid() and os.path.exists(f"/proc/{pid}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmkv.backends.base import Backend, Found, Health, Read, Result, Status, Usage, Write
+from lmkv.backends.base import Backend, Found, Health, Read, Result, Usage, Write
 from lmkv.errors import BackendError
 from lmkv.keys import ChunkKey
 
@@ -47,7 +47,7 @@ class Fault:
 
     def damaged(self, key: ChunkKey, data: memoryview) -> memoryview:
         """``data`` itself, or a damaged copy."""
-        if (self.flip is None and self.truncate is None) or not self.only(key):
+        if not data.nbytes or (self.flip is None and self.truncate is None) or not self.only(key):
             return data
         copy = memoryview(bytearray(data))
         if self.flip is not None:
@@ -85,19 +85,15 @@ class FaultyBackend(Backend):
         fault = self._enter("read")
         results = self._pass(fault, self.inner.read, reads, fault.result)
         for i, (key, into) in enumerate(reads):
-            if results[i].status is Status.OK:
-                left = fault.damaged(key, into[: results[i].nbytes])
-                into[: left.nbytes], results[i] = left, Result(Status.OK, left.nbytes)
+            left = fault.damaged(key, into[: results[i].nbytes])
+            into[: left.nbytes], results[i] = left, results[i]._replace(nbytes=left.nbytes)
         return results
 
     def write(self, writes: Sequence[Write]) -> list[Result]:
         fault = self._enter("write")
         stored = [Write(key, fault.damaged(key, data)) for key, data in writes]
         results = self._pass(fault, self.inner.write, stored, fault.result)
-        for i, (_, data) in enumerate(writes):
-            if results[i].status is Status.OK:
-                results[i] = Result(Status.OK, data.nbytes)
-        return results
+        return [each._replace(nbytes=each.nbytes and w.data.nbytes) for each, w in zip(results, writes, strict=True)]
 
     def scan(self) -> Iterator[list[Found]]:
         fault = self._enter("scan")
