@@ -156,7 +156,7 @@ class DiskBackend(Backend):
             return True
         return False
 
-    def _publish(self, root: str, file: str, data: memoryview, tries: int = 3) -> int:
+    def _publish(self, root: str, file: str, data: memoryview, tries: int = 20) -> int:
         """Write a whole file, making its folders, which somebody's scan may remove while empty: 0 or -errno."""
         tmp = f"{root}/{_TMP}/{os.getpid()}-{os.urandom(8).hex()}"
         try:
@@ -166,7 +166,8 @@ class DiskBackend(Backend):
         except OSError as error:
             code = -(error.errno or errno.EIO)
             self._count(f"folders not made ({error.strerror})")
-        return self._publish(root, file, data, tries - 1) if code == -errno.ENOENT and tries > 1 else code
+        raced = code in (-errno.ENOENT, -errno.EEXIST)
+        return self._publish(root, file, data, tries - 1) if raced and tries > 1 else code
 
     def _transfer(self, call: Callable[..., int], files: tuple[str, ...], buffer: memoryview, *flags: bool) -> int:
         """A native call, with O_DIRECT where the buffer and the file system allow it."""
