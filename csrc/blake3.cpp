@@ -89,8 +89,7 @@ void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes, c
     run_lanes(work, lanes);
 }
 
-// The chaining values out[lanes][32] of the subtrees over in[lane][0, n), which starts at chunk
-// `counter`.
+// The chaining values out[lanes][32] of the subtrees over in[lane][0, n), which starts at chunk `counter`.
 void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes, const std::uint32_t* key,
               std::uint64_t counter, std::uint32_t flags, std::uint32_t root, std::uint8_t* out) {
     if (n <= kChunkBytes) {

@@ -1,5 +1,4 @@
-// BLAKE3 (the paper of 2020, default and keyed mode, 32 bytes of output), and the chunk keys built
-// on it.
+// BLAKE3 (the paper of 2020, default and keyed mode, 32 bytes of output), and the chunk keys built on it.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,5 @@
 // What the scalar and the vector BLAKE3 share. Included by files compiled for a higher instruction
-// set: nothing here may be an ordinary inline function, or its vectorised copy could be linked
-// everywhere.
+// set: nothing here may be an ordinary inline function, or its vectorised copy could be linked everywhere.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +13,7 @@ inline constexpr std::size_t kBlockBytes = 64, kChunkBytes = 1024;
 inline constexpr std::uint32_t kIv[8] = {0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A,
                                          0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
 
-// kOrder[r][i]: which word of the block round r takes at place i (the paper's permutation, r
-// times).
+// kOrder[r][i]: which word of the block round r takes at place i (the paper's permutation, r times).
 struct Order {
     std::uint8_t word[7][16];
 };

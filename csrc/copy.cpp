@@ -29,8 +29,7 @@ int64_t times(int64_t a, int64_t b) {
     return product;
 }
 
-// Whether `outer` goes on where n steps of `inner` end; a wrapped product equals no stride that
-// fits.
+// Whether `outer` goes on where n steps of `inner` end; a wrapped product equals no stride that fits.
 bool continues(int64_t outer, int64_t n, int64_t inner) {
     return static_cast<std::uint64_t>(outer) == static_cast<std::uint64_t>(n) * static_cast<std::uint64_t>(inner);
 }
@@ -51,11 +50,11 @@ void simplify(Plane& p) {
         p.inner.n *= std::exchange(p.outer, one).n;
 }
 
-// The same copy seen from one direction.
-// From here on a run that is not line-aligned streams too: libc's copy of such runs takes three times as long on some
-// CPUs.
+// From here on a run that is not line-aligned streams too: libc's copy to a misaligned place takes three times as
+// long on some CPUs.
 constexpr std::size_t kMisalignedBytes = 1024;
 
+// The same copy seen from one direction.
 struct Move {
     struct Step {
         std::ptrdiff_t n, dst, src;
@@ -77,8 +76,7 @@ struct Move {
           inner(step(p.inner, gather)) {
         constexpr auto line = static_cast<std::ptrdiff_t>(kLineBytes);
         lines = run % kLineBytes == 0 && outer.dst % line == 0 && inner.dst % line == 0;
-        // Whole lines go around the cache in any order, so read in order; else fill the written
-        // lines.
+        // Whole lines go around the cache in any order, so read in order; else fill the written lines.
         const bool swapped =
             lines ? std::abs(outer.src) < std::abs(inner.src) : std::abs(outer.dst) < std::abs(inner.dst);
         if (outer.n > 1 && swapped) std::swap(outer, inner);
@@ -95,13 +93,14 @@ struct Move {
                 stream_rows(dst, inner.dst, src, inner.src, run, inner.n, ahead);
                 continue;
             }
-            for (std::ptrdiff_t b = 0; b < inner.n; ++b) copy(dst + b * inner.dst, src + b * inner.src, run, stream);
+            for (std::ptrdiff_t b = 0; b < inner.n; ++b)
+                copy(dst + b * inner.dst, src + b * inner.src, run, ahead, stream);
         }
     }
 
-    static void copy(char* dst, const char* src, std::size_t n, bool stream) {
+    static void copy(char* dst, const char* src, std::size_t n, const char* ahead, bool stream) {
         if (stream && n >= kMisalignedBytes)
-            stream_copy(dst, src, n);
+            stream_copy(dst, src, n, ahead);
         else
             std::memcpy(dst, src, n);
     }
@@ -202,7 +201,7 @@ void CopyPlan::run_item(const Item& item, const Chunks& c, bool gather, bool str
         char* const dst = gather ? place : page(k);
         const char* const src = gather ? page(k) : place;
         if (next > k + 1) {
-            Move::copy(dst, src, move.run * static_cast<std::size_t>(next - k), stream);
+            Move::copy(dst, src, move.run * static_cast<std::size_t>(next - k), nullptr, stream);
         } else {
             const bool jumps = gather && move.single() && k + distance < item.end;
             move.page(dst, src, jumps ? page(k + distance) : nullptr, stream);

@@ -43,8 +43,7 @@ class Fd {
     int fd_;
 };
 
-// Calls move(at, bytes) -> ssize_t over [0, nbytes) in extents, several in flight. 0 or the first
-// -errno.
+// Calls move(at, bytes) -> ssize_t over [0, nbytes) in extents, several in flight. 0 or the first -errno.
 template <typename Move>
 int in_extents(std::size_t nbytes, const IoSettings& settings, const Move& move) {
     std::atomic<int> failed{0};

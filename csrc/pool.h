@@ -16,8 +16,7 @@ class Pool {
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    // Calls body(i) once for every i in [0, items), on at most `threads` threads; body must not
-    // throw.
+    // Calls body(i) once for every i in [0, items), on at most `threads` threads; body must not throw.
     template <typename Body>
     void run(std::size_t items, int threads, const Body& body) {
         run_items(

@@ -24,16 +24,12 @@ struct Variant {
                  std::size_t count, const char* ahead);
 };
 
-void plain_lines(char* dst, const char* src, std::size_t lines, std::size_t) {
-    std::memcpy(dst, src, lines * kLineBytes);
-}
-
 void plain_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride, std::size_t run,
                 std::size_t count, const char*) {
     for (; count; --count, dst += dst_stride, src += src_stride) std::memcpy(dst, src, run);
 }
 
-constexpr Variant variant_plain{{plain_lines, nullptr, nullptr}, plain_rows};
+constexpr Variant variant_plain{{}, plain_rows};
 
 #if defined(__x86_64__)
 
@@ -84,8 +80,7 @@ const Variant& variant() {
 }
 
 // How many streams are fastest differs by a factor of three between CPUs. The first large copies of
-// the process therefore try each number in turn, on the caller's own data, and the best median
-// stays.
+// the process therefore try each number in turn, on the caller's own data, and the best median stays.
 constexpr int kChoices = 3, kSamples = 21, kTickets = kChoices * kSamples;
 constexpr int kUntilChosen = 1;  // two streams are at least good everywhere
 std::atomic<int> chosen{-1}, tickets{0}, recorded{0};
@@ -121,17 +116,20 @@ void measured_copy(char* dst, const char* src, std::size_t n) {
 
 }  // namespace
 
-void stream_copy(char* dst, const char* src, std::size_t n) {
+void stream_copy(char* dst, const char* src, std::size_t n, const char* ahead) {
     const std::size_t head = std::min(n, -reinterpret_cast<std::uintptr_t>(dst) % kLineBytes);
     std::memcpy(dst, src, head);
     dst += head, src += head, n -= head;
     const int choice = chosen.load(std::memory_order_relaxed);
-    if (n < kSplitBytes || !variant().lines[kUntilChosen])
-        copy_lines(dst, src, n, 0);
-    else if (choice < 0)
+    if (n < kSplitBytes || !variant().lines[kUntilChosen]) {
+        const std::size_t whole = n - n % kLineBytes;
+        variant().rows(dst, 0, src, 0, whole, 1, ahead);
+        std::memcpy(dst + whole, src + whole, n - whole);
+    } else if (choice < 0 && n >= 2 * kSplitBytes) {
         measured_copy(dst, src, n);
-    else
-        copy_lines(dst, src, n, choice);
+    } else {
+        copy_lines(dst, src, n, choice < 0 ? kUntilChosen : choice);
+    }
 }
 
 void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride, std::size_t run,

@@ -1,5 +1,4 @@
-// Copies that go around the caches with non-temporal stores, for data too large to be read again
-// soon.
+// Copies that go around the caches with non-temporal stores, for data too large to be read again soon.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +12,12 @@ inline constexpr std::size_t kSplitBytes = 8192;
 // a stream, and too little to crowd out its own prefetches (fetching all of it measured slower).
 inline constexpr std::size_t kAheadBytes = 1024;
 
-// Copies n bytes; any alignment, no overlap. Call stream_fence() before another thread may read
-// dst.
-void stream_copy(char* dst, const char* src, std::size_t n);
+// Copies n bytes; any alignment, no overlap. Call stream_fence() before another thread may read dst.
+// `ahead`, when not null, is where a later call will read: fetching its start early hides a jump of the source.
+void stream_copy(char* dst, const char* src, std::size_t n, const char* ahead = nullptr);
 
-// `count` rows of `run` bytes, dst_stride and src_stride apart; dst, its stride and run are
-// multiples of kLineBytes. `ahead` is where a later call will read: reading it early hides a jump
-// of the source.
+// `count` rows of `run` bytes, dst_stride and src_stride apart; dst, its stride and run are multiples of
+// kLineBytes; `ahead` as above.
 void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride, std::size_t run,
                  std::size_t count, const char* ahead);
 
