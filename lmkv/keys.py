@@ -98,9 +98,11 @@ class ChunkKey(NamedTuple):
         """The key whose ``str`` is exactly ``text``; anything else is BadInput."""
         match = _KEY_TEXT.fullmatch(text)
         if match:
-            texts, numbers = match.groups()[:4], [int(each) for each in match.groups()[4:]]
-            if numbers[0] < 2**32 and max(numbers[1:]) < 2**16:
-                return cls._make([*map(bytes.fromhex, texts), *numbers])
+            scope, tenant, digest, parent, *numbers = match.groups()
+            depth, group, shard = map(int, numbers)
+            if depth < 2**32 and group < 2**16 and shard < 2**16:
+                unhex = bytes.fromhex
+                return cls(unhex(scope), unhex(tenant), unhex(digest), unhex(parent), depth, group, shard)
         raise BadInput(f"not a chunk key: {text[:200]!r}")
 
 

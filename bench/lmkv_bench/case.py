@@ -109,7 +109,7 @@ class Bench:
         self.memcpy = Memcpy(self.stored, largest, threads)
         config = Config.load(
             env={}, chunk_tokens=spec.chunk_tokens, copy_threads=threads, operation_timeout=600,
-            cpu_budget=2 * self.stored + (1 << 28),
+            cpu_budget=(5 if self.tier else 2) * self.stored + (1 << 28),
             tiers=[{"url": self.tier, "max_write_delay": 600}] if self.tier else [],
         )  # fmt: skip
         name = f"lmkv bench {os.getpid()} {time.time_ns()}"

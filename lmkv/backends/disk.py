@@ -214,7 +214,11 @@ class DiskBackend(Backend):
                 except BadInput:
                     self._count(_FOREIGN)
                     continue
-                if size and size % ALIGNMENT == 0 and self._place(key)[1] == f"{folder}/{name}":
+                digest = key.digest.hex()
+                placed = folder.endswith(f"{digest[:2]}/{digest[2]}")
+                if len(self._roots) > 1:
+                    placed = placed and self._place(key)[1] == f"{folder}/{name}"
+                if placed and size and size % ALIGNMENT == 0:
                     found.append(Found(key, size, written / 1e9))
                 elif not self.shared:
                     self._count("damaged or misplaced files removed")
