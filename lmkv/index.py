@@ -17,6 +17,7 @@ from lmkv.eviction import Policy
 from lmkv.keys import ChunkKey
 
 MAX_SHARDS = 64
+MAX_TIERS = 64
 FOUND = 1 << 48
 
 
@@ -33,10 +34,14 @@ def parts_of(mask: int) -> Iterator[tuple[int, int]]:
         mask ^= low
 
 
+def _set(masks: tuple[int, ...], tier: int, mask: int) -> tuple[int, ...]:
+    return (*masks[:tier], mask, *masks[tier + 1 :])
+
+
 class Entry:
     """A chunk: its place in the tree, where its parts are, and who needs them.
 
-    masks[tier]: parts present; any: their union; sizes[(tier, bit)]: stored bytes;
+    masks[tier]: parts present; any: their union; sizes: stored bytes, see `size`;
     pages[bit]: page mask of a part that holds only some pages; expires: unix seconds, 0 = never.
     """
 
@@ -48,9 +53,9 @@ class Entry:
     def __init__(self, key: ChunkKey, tiers: int) -> None:
         self.scope, self.tenant, self.digest = key.scope, key.tenant, key.digest
         self.parent, self.depth = key.parent, key.depth
-        self.masks = [0] * tiers
+        self.masks = (0,) * tiers
         self.any = 0
-        self.sizes: dict[tuple[int, int], int] = {}
+        self.sizes: dict[int, int] = {}  # ints only, so that the collector of garbage need not look at them
         self.pages: dict[int, int] | None = None
         self.stamp = 0
         self.hits = self.pins = self.leases = 0
@@ -61,6 +66,14 @@ class Entry:
     def key(self, group: int, shard: int) -> ChunkKey:
         """The storage key of one part."""
         return ChunkKey(self.scope, self.tenant, self.digest, self.parent, self.depth, group, shard)
+
+    def size(self, tier: int, bit: int) -> int:
+        """Bytes of one part in ``tier``, 0 when it is not there."""
+        return self.sizes.get(bit * MAX_TIERS + tier, 0)
+
+    def host_bytes(self) -> int:
+        """Bytes of all parts in host memory."""
+        return sum(nbytes for place, nbytes in self.sizes.items() if place % MAX_TIERS == 0)
 
     def keys(self, tier: int) -> list[ChunkKey]:
         """The storage keys of every part held in ``tier``."""
@@ -119,13 +132,13 @@ class Index:
             self._offer(tier, entry)
         if not entry.masks[tier] & bit:
             self.objects[tier] += 1
-        entry.masks[tier] |= bit
+        entry.masks = _set(entry.masks, tier, entry.masks[tier] | bit)
         entry.any |= bit
         entry.expires = expires or entry.expires
         if pages:
             entry.pages = {**(entry.pages or {}), bit: pages}
-        self.used[tier] += nbytes - entry.sizes.get((tier, bit), 0)
-        entry.sizes[tier, bit] = nbytes
+        self.used[tier] += nbytes - entry.size(tier, bit)
+        entry.sizes[bit * MAX_TIERS + tier] = nbytes
         return entry
 
     def remove(self, entry: Entry, tier: int, bit: int | None = None) -> int:
@@ -135,10 +148,10 @@ class Index:
             return 0
         freed = 0
         for group, shard in parts_of(gone):
-            freed += entry.sizes.pop((tier, part_bit(group, shard)))
+            freed += entry.sizes.pop(part_bit(group, shard) * MAX_TIERS + tier)
             self.objects[tier] -= 1
         self.used[tier] -= freed
-        entry.masks[tier] ^= gone
+        entry.masks = _set(entry.masks, tier, entry.masks[tier] ^ gone)
         entry.any = 0
         for mask in entry.masks:
             entry.any |= mask

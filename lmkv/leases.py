@@ -102,7 +102,7 @@ class LeaseTable:
                     if not entry.alive:
                         break
                     if not entry.leases:
-                        size += sum(nbytes for (tier, _), nbytes in entry.sizes.items() if tier == 0)
+                        size += entry.host_bytes()
                     if size > room:
                         break
                 count += 1
@@ -112,7 +112,7 @@ class LeaseTable:
             lease = Lease(owner, plan, time.monotonic() + timeout, taken, 0, asked, self)
             for entry in taken:
                 if not entry.leases:
-                    lease.host_bytes += sum(n for (tier, _), n in entry.sizes.items() if tier == 0)
+                    lease.host_bytes += entry.host_bytes()
                 entry.leases += 1
             self.held += lease.host_bytes
             self._by_owner[owner] = lease

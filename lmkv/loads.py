@@ -128,8 +128,8 @@ class Loader:
             bit = part_bit(wanted.key.group, wanted.key.shard)
             reason = "not stored"
             for tier in self.storage.tiers:
-                nbytes = wanted.entry.sizes.get((tier.number, bit))
-                if nbytes is None:
+                nbytes = wanted.entry.size(tier.number, bit)
+                if not nbytes:
                     continue
                 if not tier.breaker.allows():
                     reason = f"{tier.name} is failing"

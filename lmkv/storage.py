@@ -22,7 +22,7 @@ from lmkv.backends.cpu import CpuBackend
 from lmkv.config import Config, memory_limit
 from lmkv.errors import BackendError, ConfigError
 from lmkv.eviction import policy
-from lmkv.index import Entry, Index, part_bit, parts_of
+from lmkv.index import MAX_TIERS, Entry, Index, part_bit, parts_of
 from lmkv.keys import ChunkKey, ChunkKeys
 from lmkv.leases import LeaseTable, Reservation
 from lmkv.loads import Loader, Ready, Wanted
@@ -184,7 +184,7 @@ class StorageManager:
     def job(self, entry: Entry, key: ChunkKey, tally: Tally | None = None) -> Job | None:
         """A write of one container in host memory, which it holds."""
         slot = self.cpu.hold(key)
-        return None if slot is None else Job(entry, key, slot, entry.sizes[0, part_bit(key.group, key.shard)], tally)
+        return None if slot is None else Job(entry, key, slot, entry.size(0, part_bit(key.group, key.shard)), tally)
 
     def written(self, tier: Tier, job: Job, nbytes: int, expires: int, result: Result) -> str:
         """Account for one write; returns its outcome. A chunk cleared meanwhile is taken out again."""
@@ -352,6 +352,8 @@ def _slab_bytes(budget: int, sizes: Sequence[int], target: int) -> int:
 
 
 def _open_tiers(config: Config, largest: int) -> list[Tier]:
+    if len(config.tiers) >= MAX_TIERS:
+        raise ConfigError("tiers", f"{len(config.tiers)} tiers; at most {MAX_TIERS - 1}")
     tiers: list[Tier] = []
     for number, each in enumerate(config.tiers, 1):
         scheme = each.url.partition(":")[0]
