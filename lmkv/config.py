@@ -64,7 +64,6 @@ class TierConfig(_Model):
     )
     readers: Int = Field(default=4, ge=1, le=256, description="Reads in flight.")
     writers: Int = Field(default=2, ge=1, le=256, description="Writes in flight.")
-    ttl: Seconds | None = Field(default=None, description="Chunks expire this long after they were stored.")
     max_write_delay: Seconds = Field(default=30.0, description="A write that would wait longer is dropped.")
 
 
@@ -94,6 +93,9 @@ class Config(_Model):
     min_hit_tokens: Int = Field(default=0, ge=0, description="A hit shorter than this is not taken.")
     operation_timeout: Seconds = Field(default=30.0, description="A read that takes longer is a miss.")
     close_timeout: Seconds = Field(default=5.0, description="Closing waits at most this long for writes under way.")
+    ttl: Seconds | None = Field(
+        default=None, description="Chunks expire this long after they were stored, unless the store says otherwise."
+    )
     cpu: CpuConfig = Field(default=CpuConfig(), description="Host memory.")
     tiers: tuple[Annotated[TierConfig, BeforeValidator(_tier)], ...] = Field(default=(), description="Fastest first.")
 

@@ -31,7 +31,6 @@ from lmkv.results import Explanation, FlushReport, Retrieved, StoreHandle, expla
 from lmkv.rows import PageRows
 from lmkv.spec import KVSpec
 from lmkv.storage import StorageManager
-from lmkv.workers import Workers
 from lmkv.writer import Tally
 
 Tokens = Sequence[int] | np.ndarray[Any, Any] | ChunkKeys
@@ -75,7 +74,6 @@ class Engine:
         self.sizes = [chunk.container_bytes(spec, g) for g in self.groups]
         self.storage = StorageManager(self.config, self.sizes)
         self.counters = self.storage.stats
-        self._workers = Workers("engine", 2)
 
     # Keys and lookup.
 
@@ -128,8 +126,8 @@ class Engine:
 
         page_ids: per group, the ids of the pages that hold tokens from ``start`` (a multiple of the chunk) on, in
         order; -1 where a page is gone (a window has slid past it); a recurrent group has one id a chunk, -1 where the
-        engine kept no state. ttl: seconds. after: on a GPU, the event of the step that writes the pages.
-        When this returns the pages may be reused; what was not taken is in the handle, with its reason.
+        engine kept no state. ttl: seconds, else the setting. after: on a GPU, the event of the step that writes the
+        pages. When this returns the pages may be reused; what was not taken is in the handle, with its reason.
         """
         keys = self.keys(tokens)
         if start % self.spec.chunk_tokens or not 0 <= start <= keys.chunks * self.spec.chunk_tokens:
@@ -141,6 +139,7 @@ class Engine:
             handle.drop(unusable, keys.chunks - rows.first)
             return handle
         self.counters.add("stores")
+        ttl = self.config.ttl if ttl is None else ttl
         expires = int(time.time() + ttl) + 1 if ttl else 0
         reserved: dict[ChunkKey, Reservation] = {}
         try:
@@ -237,7 +236,7 @@ class Engine:
                 if stop is not None and stop < plan.tokens:
                     plan = plan.cut(stop // self.spec.chunk_tokens, "stop")
                 found = self._load(plan, pages, page_ids, start, deadline, after)
-                if lease or found.tokens or not self.need.trailing:
+                if lease or found.tokens or plan.tokens <= start or not self.need.trailing:
                     break
         finally:
             if lease:
@@ -288,7 +287,7 @@ class Engine:
 
     def prefetch(self, tokens: Tokens) -> Future[int]:
         """Bring the stored prefix into host memory in the background; the result is the tokens that are there."""
-        return self._workers.submit(self._prefetch, self.keys(tokens))
+        return self.storage.calls.submit(self._prefetch, self.keys(tokens))
 
     def _prefetch(self, keys: ChunkKeys) -> int:
         plan = self.lookup(keys)
@@ -302,11 +301,11 @@ class Engine:
 
     def submit_store(self, *args: Any, **kwargs: Any) -> Future[StoreHandle]:
         """`store` on a background thread; the pages must stay as they are until the future is done."""
-        return self._workers.submit(lambda: self.store(*args, **kwargs))
+        return self.storage.calls.submit(lambda: self.store(*args, **kwargs))
 
     def submit_retrieve(self, *args: Any, **kwargs: Any) -> Future[Retrieved]:
         """`retrieve` on a background thread."""
-        return self._workers.submit(lambda: self.retrieve(*args, **kwargs))
+        return self.storage.calls.submit(lambda: self.retrieve(*args, **kwargs))
 
     # Keeping and forgetting.
 
@@ -319,7 +318,10 @@ class Engine:
         return self._pin(tokens, -1)
 
     def _pin(self, tokens: Tokens, step: int) -> int:
-        plan = self.lookup(tokens)
+        keys = self.keys(tokens)
+        if self._unusable():
+            return 0
+        plan = self.storage.lookup(self.scope.digest, keys, self.need)
         with self.storage.lock:
             entries = [entry for entry in plan.entries if entry is not None and entry.pins + step >= 0]
             for entry in entries:
@@ -380,9 +382,7 @@ class Engine:
 
     def close(self) -> None:
         """Write what is queued, within ``close_timeout`` seconds, and release everything. Later calls are misses."""
-        deadline = time.monotonic() + self.config.close_timeout
-        self._workers.close(deadline)
-        self.storage.close(max(0.1, deadline - time.monotonic()))
+        self.storage.close(self.config.close_timeout)
 
     def __enter__(self) -> Engine:
         return self

@@ -1,8 +1,8 @@
 """Leases on what a request was promised, and reservations of memory to be filled.
 
-Each has an owner, a deadline and a generation. A deadline *voids*: a void lease promises nothing any more, and a void
-reservation cannot be committed. The memory itself comes back only when its holder lets go, so bytes under a copy are
-never reused.
+Each has an owner and a deadline, a reservation also the generation of its slot. A deadline *voids*: a void lease
+promises nothing any more, and a void reservation cannot be committed. The memory itself comes back only when its
+holder lets go, so bytes under a copy are never reused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lmkv.arena import Slot
 from lmkv.index import Entry
 from lmkv.keys import ChunkKey
+from lmkv.stats import Stats
 
 if TYPE_CHECKING:
     from lmkv.plan import Plan
@@ -75,10 +76,10 @@ class Lease:
 class LeaseTable:
     """All live leases; at most ``limit`` bytes of host memory are held by them."""
 
-    def __init__(self, limit: int, lock: threading.RLock) -> None:
+    def __init__(self, limit: int, lock: threading.RLock, stats: Stats) -> None:
         self.limit = limit
         self.held = 0
-        self.voided = 0
+        self._stats = stats
         self._lock = lock
         self._by_owner: dict[str, Lease] = {}
 
@@ -152,5 +153,5 @@ class LeaseTable:
         now = time.monotonic()
         with self._lock:
             for lease in [each for each in self._by_owner.values() if each.deadline <= now]:
-                self.voided += 1
+                self._stats.add("voided_leases")
                 self.release(lease)

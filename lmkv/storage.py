@@ -55,7 +55,7 @@ class StorageManager:
             raise
         self.cpu = CpuBackend(budget=str(budget), arena=self.arena)
         self.lock = threading.RLock()
-        self.leases = LeaseTable(self.arena.capacity // 2, self.lock)
+        self.leases = LeaseTable(self.arena.capacity // 2, self.lock, self.stats)
         self.room = Room(self)
         self.window = max((2 * tier.config.readers for tier in self.tiers), default=1)
         self.loader = Loader(self)
@@ -63,6 +63,7 @@ class StorageManager:
         self.forked = self.closing = self.closed = False
         self._reservations: dict[ChunkKey, Reservation] = {}
         self.chores = Workers("chores", 1)
+        self.calls = Workers("calls", 2)
         for tier in self.tiers:
             threading.Thread(target=self.scan, args=(tier,), name=f"lmkv-{tier.name}-scan", daemon=True).start()
         _STORAGES.add(self)
@@ -96,6 +97,8 @@ class StorageManager:
         asked = [keys.key(i, scope, group, shard) for i in chunks for group, shard in parts_of(bits)]
         try:
             sizes = tier.backend.contains(asked)
+            if len(sizes) != len(asked):
+                raise ValueError(f"{len(sizes)} answers for {len(asked)} keys")
         except Exception:
             tier.breaker.note(False)
             return False
@@ -112,6 +115,7 @@ class StorageManager:
     def release(self, run: Iterable[Ready]) -> None:
         """Let go of fetched containers."""
         for ready in run:
+            self.stats.add("retrieved_bytes", ready.slot.nbytes)
             self.arena.release(ready.slot)
 
     def touch(self, entries: Iterable[Entry | None]) -> None:
@@ -152,6 +156,7 @@ class StorageManager:
                     self.stats.add("late_commits")
                 elif self.cpu.put(each.key, each.slot, each.nbytes):
                     self.index.add(each.key, 0, each.nbytes, pages=each.pages, expires=expires)
+                    self.stats.add("stored_bytes", each.nbytes)
                 self._end(each)
                 done.append(not late)
         self.write_through([each.key for each, ok in zip(reservations, done, strict=True) if ok], tally)
@@ -184,7 +189,11 @@ class StorageManager:
     def job(self, entry: Entry, key: ChunkKey, tally: Tally | None = None) -> Job | None:
         """A write of one container in host memory, which it holds."""
         slot = self.cpu.hold(key)
-        return None if slot is None else Job(entry, key, slot, entry.size(0, part_bit(key.group, key.shard)), tally)
+        return (
+            None
+            if slot is None
+            else Job(entry, key, slot, entry.size(0, part_bit(key.group, key.shard)), [tally] if tally else [])
+        )
 
     def written(self, tier: Tier, job: Job, nbytes: int, expires: int, result: Result) -> str:
         """Account for one write; returns its outcome. A chunk cleared meanwhile is taken out again."""
@@ -229,11 +238,13 @@ class StorageManager:
     def clear(self, match: Callable[[Entry], bool], tier: int | None = None) -> int:
         """Remove every chunk that matches, from one tier or all; returns how many chunks were there.
 
-        Waits for the start-up scan, so that what an earlier process stored is found too. Chunks being copied are
-        invisible at once, their memory follows when the copy ends.
+        Waits for the start-up scan, so that what an earlier process stored is found too; BackendError when that takes
+        longer than ``operation_timeout``. Chunks being copied are invisible at once, their memory follows when the
+        copy ends.
         """
         for each in self.tiers:
-            each.scanned.wait()
+            if not each.scanned.wait(self.config.operation_timeout):
+                raise BackendError(f"{each.name} is still being scanned: nothing was cleared")
         with self.lock:
             found = [entry for entry in self.index.entries() if match(entry)]
             count = sum(any(mask and tier in (None, t) for t, mask in enumerate(entry.masks)) for entry in found)
@@ -271,7 +282,7 @@ class StorageManager:
                 if self.closing:
                     break
                 self._scanned(tier, batch)
-        except BackendError:
+        except Exception:
             self.stats.add(f"{tier.name}.scan.failed")
             tier.breaker.note(False)
         with self.lock:
@@ -330,7 +341,8 @@ class StorageManager:
             return True
         self.closing = True
         deadline = time.monotonic() + timeout
-        ended = [writer.close(deadline - 0.2 * timeout) for writer in self.writers]
+        ended = [self.calls.close(deadline - 0.5 * timeout)]
+        ended += [writer.close(deadline - 0.2 * timeout) for writer in self.writers]
         self.closed = True
         ended += [tier.readers.close(deadline) for tier in self.tiers]
         clean = self.chores.close(deadline) and all(ended) and not self.loader.in_flight

@@ -67,7 +67,12 @@ class Job:
     key: ChunkKey
     slot: Slot
     nbytes: int
-    tally: Tally | None = field(default=None)
+    tallies: list[Tally] = field(default_factory=list)
+
+    def note(self, tier: str, outcome: str, queued: bool = True) -> None:
+        """Tell every store that waits for this write how it ended."""
+        for tally in self.tallies:
+            tally.note(tier, outcome, queued=queued)
 
 
 class Writer:
@@ -80,7 +85,7 @@ class Writer:
         self.total = Tally()
         self._debt = 0.0
         self._jobs: deque[Job] = deque()
-        self._keys: set[ChunkKey] = set()
+        self._queued: dict[ChunkKey, Job] = {}
         self._wake = threading.Condition()
         self._closing = False
         self._threads = [
@@ -91,21 +96,40 @@ class Writer:
             thread.start()
 
     def offer(self, jobs: list[Job]) -> int:
-        """Queue the jobs of one store in prefix order; those left out are released and counted. Returns the queued."""
+        """Queue the jobs of one store in prefix order; returns how many are queued now.
+
+        A key that is queued already is not written twice: its job tells both stores. What is left out is released
+        and counted.
+        """
         with self._wake:
-            jobs = [job for job in jobs if job.key not in self._keys or self._leave(job, "in_flight")]
-            keep = [] if self._closing else self._admit(jobs)
+            new = [job for job in jobs if not self._joined(job)]
+            keep = [] if self._closing else self._admit(new)
             for job in keep:
-                self._keys.add(job.key)
+                self._queued[job.key] = job
                 self.queued += job.nbytes
-                if job.tally:
-                    job.tally.expect(1)
+                for tally in job.tallies:
+                    tally.expect(1)
+                job.tallies.append(self.total)
             self.total.expect(len(keep))
             self._jobs.extend(keep)
             self._wake.notify(len(keep))
-            for job in jobs[len(keep) :]:
-                self._leave(job, "dropped")
-        return len(keep)
+            for job in new[len(keep) :]:
+                self.storage.arena.release(job.slot)
+                job.tallies.append(self.total)
+                job.note(self.tier.name, "dropped", queued=False)
+                self.storage.stats.add(f"{self.tier.name}.write.dropped")
+        return len(jobs) - len(new) + len(keep)
+
+    def _joined(self, job: Job) -> bool:
+        """Let the job that is queued for the same key stand for this one too."""
+        before = self._queued.get(job.key)
+        if before is None or before.entry is not job.entry:
+            return False
+        for tally in job.tallies:
+            tally.expect(1)
+        before.tallies += job.tallies
+        self.storage.arena.release(job.slot)
+        return True
 
     def _admit(self, jobs: list[Job]) -> list[Job]:
         size = self.queued
@@ -120,13 +144,6 @@ class Writer:
         self._debt -= drop
         return jobs[: len(jobs) - drop]
 
-    def _leave(self, job: Job, outcome: str) -> bool:
-        self.storage.arena.release(job.slot)
-        for tally in filter(None, (job.tally, self.total)):
-            tally.note(self.tier.name, outcome, queued=False)
-        self.storage.stats.add(f"{self.tier.name}.write.{outcome}")
-        return False
-
     def _run(self) -> None:
         while batch := self._take():
             try:
@@ -135,13 +152,16 @@ class Writer:
                 outcomes = [f"failed ({type(error).__name__})"] * len(batch)
             with self._wake:
                 for job, outcome in zip(batch, outcomes, strict=True):
-                    self.queued -= job.nbytes
-                    self._keys.discard(job.key)
-                    self.storage.arena.release(job.slot)
-                    self.storage.stats.add(f"{self.tier.name}.write.{outcome}")
-                    for tally in filter(None, (job.tally, self.total)):
-                        tally.note(self.tier.name, outcome)
+                    self._finish(job, outcome)
             del batch, job
+
+    def _finish(self, job: Job, outcome: str) -> None:
+        self.queued -= job.nbytes
+        if self._queued.get(job.key) is job:
+            del self._queued[job.key]
+        self.storage.arena.release(job.slot)
+        self.storage.stats.add(f"{self.tier.name}.write.{outcome}")
+        job.note(self.tier.name, outcome)
 
     def _take(self) -> list[Job]:
         """The next batch, in order; empty when closing and nothing is left."""
@@ -166,7 +186,11 @@ class Writer:
                 if not job.entry.alive:
                     outcomes[i] = "cleared"
                     continue
-                data, header = self._body(job, staged)
+                try:
+                    data, header = self._body(job, staged)
+                except Exception as error:
+                    outcomes[i] = f"failed ({type(error).__name__})"
+                    continue
                 if self.storage.room.promise(self.tier, len(data)):
                     writes.append((i, Write(job.key, data), header.expires))
                 else:
@@ -205,11 +229,7 @@ class Writer:
             self._closing = True
             left, self._jobs = list(self._jobs), deque()
             for job in left:
-                self._keys.discard(job.key)
-                self.queued -= job.nbytes
-                self.storage.arena.release(job.slot)
-                for tally in filter(None, (job.tally, self.total)):
-                    tally.note(self.tier.name, "dropped")
+                self._finish(job, "dropped")
             self._wake.notify_all()
         for thread in self._threads:
             thread.join(max(0.05, deadline - time.monotonic()))

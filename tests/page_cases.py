@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from lmkv import chunk
+from lmkv import chunk, cuda
 from lmkv.pages import GroupView, PagedKV, Plane
 from lmkv.spec import Kind, KVSpec, LayerGroup
 
@@ -304,6 +304,29 @@ class HostMachine:
 
     def paged(self, case: Case, base: int) -> PagedKV:
         return PagedKV(case.spec, case.views(base), case.order, threads=self.threads)
+
+
+class PinnedMachine(HostMachine):
+    """Containers in memory that CUDA has registered, real or emulated."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.pinned = cuda.PinnedMemory()
+        self.slots: list[np.ndarray] = []  # registered memory must not be freed
+
+    def containers(self, count: int, nbytes: int) -> np.ndarray:
+        slots = super().containers(count, nbytes)
+        self.pinned.add(slots.ctypes.data, slots.nbytes)
+        self.slots.append(slots)
+        return slots
+
+    def release(self) -> None:
+        self.pinned.close()
+        self.slots.clear()
+
+    def paged(self, case: Case, base: int) -> cuda.CudaPagedKV:
+        return cuda.CudaPagedKV(case.spec, case.views(base), self.pinned, case.order, blocks=self.blocks)
 
 
 def aligned(nbytes: int, alignment: int) -> np.ndarray:

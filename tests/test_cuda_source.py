@@ -14,7 +14,7 @@ import pytest
 from emulated_cuda import DeviceArray, build, compiler, fake_cupy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from page_cases import Case, HostMachine, aligned, check_case, drawn_cases, fixed_cases, vllm_case
+from page_cases import Case, HostMachine, PinnedMachine, aligned, check_case, drawn_cases, fixed_cases, vllm_case
 
 from lmkv import chunk, cuda
 from lmkv.errors import BadInput, LmkvError
@@ -48,27 +48,12 @@ def test_a_wheel_has_the_kernel_source_beside_the_module(tmp_path: Path, monkeyp
     assert cuda.kernel_source() == "kernel"
 
 
-class Emulated(HostMachine):
+class Emulated(PinnedMachine):
     """Engine memory and pinned containers as CudaPagedKV sees them, on the emulated device."""
 
     def __init__(self, cupy: Any, checks: list[int], blocks: int = cuda.BLOCKS) -> None:
-        super().__init__()
-        self.cupy, self.checks, self.blocks = cupy, checks, blocks
-        self.pinned = cuda.PinnedMemory()
-        self.slots: list[np.ndarray] = []  # registered memory must not be freed
-
-    def containers(self, count: int, nbytes: int) -> np.ndarray:
-        slots = super().containers(count, nbytes)
-        self.pinned.add(slots.ctypes.data, slots.nbytes)
-        self.slots.append(slots)
-        return slots
-
-    def release(self) -> None:
-        self.pinned.close()
-        self.slots.clear()
-
-    def paged(self, case: Case, base: int) -> cuda.CudaPagedKV:
-        return cuda.CudaPagedKV(case.spec, case.views(base), self.pinned, case.order, blocks=self.blocks)
+        super().__init__(blocks)
+        self.cupy, self.checks = cupy, checks
 
 
 @pytest.fixture(scope="module")

@@ -252,6 +252,50 @@ def test_a_ttl_ends_a_hit(memory: Memory, tmp_path: Path, monkeypatch: pytest.Mo
         assert engine.store(TOKENS, memory.pages, memory.ids(160)).stored == 10
 
 
+def test_the_configured_ttl_holds_where_a_store_names_none(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(memory, ttl=60) as engine:
+        engine.store(TOKENS, memory.pages, memory.ids(160))
+        engine.store(TOKENS + 1000, memory.pages, memory.ids(160), ttl=600)
+        later = time.time() + 100
+        monkeypatch.setattr(time, "time", lambda: later)
+        assert engine.lookup(TOKENS).reason == "expired"
+        assert engine.lookup(TOKENS + 1000).tokens == 160
+
+
+def test_ready_digests_do_for_tokens(memory: Memory) -> None:
+    with open_engine(memory) as engine:
+        engine.store(TOKENS, memory.pages, memory.ids(160))
+        made = engine.keys(TOKENS)
+        ready = lmkv.ChunkKeys.from_digests(made.upto(made.chunks), CHUNK)
+        assert engine.lookup(ready).tokens == 160
+        with pytest.raises(BadInput):
+            engine.lookup(lmkv.ChunkKeys.from_digests(made.upto(2), 2 * CHUNK))
+
+
+def test_counters_count(memory: Memory) -> None:
+    with open_engine(memory) as engine:
+        engine.store(TOKENS, memory.pages, memory.ids(160))
+        engine.retrieve(TOKENS, memory.pages, memory.ids(160))
+        engine.acquire("a", engine.lookup(TOKENS), timeout=1e-9)
+        engine.acquire("b", engine.lookup(TOKENS))
+        stats = engine.stats()
+        assert (stats["stored_bytes"], stats["retrieved_bytes"], stats["voided_leases"]) == (81920, 81920, 1)
+
+
+def test_a_cold_prompt_of_a_hybrid_model_is_looked_up_once() -> None:
+    memory = Memory(GROUPS, pages=128)
+    with open_engine(memory) as engine:
+        assert engine.retrieve(TOKENS, memory.pages, memory.ids(160)).tokens == 0
+        assert engine.stats()["lookups"] == 1
+
+
+def test_pins_do_not_depend_on_min_hit_tokens(memory: Memory) -> None:
+    with open_engine(memory, min_hit_tokens=1000) as engine:
+        engine.store(TOKENS, memory.pages, memory.ids(160))
+        assert engine.lookup(TOKENS).tokens == 0
+        assert engine.pin(TOKENS) == engine.unpin(TOKENS) == 160
+
+
 def test_a_ttl_survives_a_restart(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(memory, tiers=disk(tmp_path)) as engine:
         engine.store(TOKENS, memory.pages, memory.ids(160), ttl=60)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory import Memory, spec
+from memory import CHUNK, Memory, spec
 from test_engine import TOKENS, disk, open_engine
 
-from lmkv import Engine
+from lmkv import BackendError, Engine
 from lmkv.backends.base import Result, Status
 from lmkv.leases import Reservation
 from lmkv.testing import Fault, FaultyBackend, Gate
@@ -90,6 +90,70 @@ def test_failing_writes_are_counted_and_open_the_breaker(engine: Engine, memory:
     report = engine.flush(10)
     assert (report.safe, report.failed) == (True, {"disk": 10})
     assert engine.lookup(TOKENS).tiers == {"cpu": 160}
+
+
+def test_a_store_that_finds_its_chunks_queued_waits_for_the_same_write(engine: Engine, memory: Memory) -> None:
+    gate = Gate()
+    backend = faulty(engine)
+    backend.always("write", Fault(gate=gate))
+    first = engine.store(TOKENS, memory.pages, memory.ids(160))
+    engine.retrieve(TOKENS, memory.pages, memory.ids(160))
+    second = engine.store(TOKENS, memory.pages, memory.ids(160))
+    assert (second.skipped, first.done(), second.done()) == (10, False, False)
+    gate.open()
+    assert first.result(10).tiers == second.result(10).tiers == {"disk": {"written": 10}}
+    report = engine.flush(10)
+    assert (report.safe, report.written, report.dropped, report.failed) == (True, {"disk": 10}, {}, {})
+
+
+def test_one_chunk_that_cannot_be_encoded_does_not_fail_the_others(memory: Memory, tmp_path: Path) -> None:
+    with open_engine(memory, tiers=disk(tmp_path, writers=1)) as engine:
+        gate, backend = Gate(), faulty(engine)
+        backend.script("write", Fault(gate=gate))
+        engine.store(TOKENS[:CHUNK], memory.pages, memory.ids(CHUNK))
+        gate.reached.wait(10)
+        handle = engine.store(TOKENS + 1000, memory.pages, memory.ids(160))
+        slot = engine.storage.cpu.hold(engine.keys(TOKENS + 1000).key(3, engine.scope.digest))
+        assert slot is not None
+        slot.view(8)[:] = bytes(8)  # no header any more
+        engine.storage.arena.release(slot)
+        gate.open()
+        assert handle.result(10).tiers == {"disk": {"written": 9, "failed (BadContainer)": 1}}
+        assert engine.storage.tiers[0].pending == 0
+
+
+def test_a_scan_that_fails_leaves_a_tier_that_works(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan(self: object) -> Iterator[object]:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("lmkv.backends.disk.DiskBackend.scan", scan)
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        engine.store(TOKENS, memory.pages, memory.ids(160))
+        assert engine.flush(10).written == {"disk": 10}
+        assert engine.clear(everything=True) == 10
+        assert engine.stats()["disk.scan.failed"] == 1
+
+
+def test_a_backend_that_answers_too_little_is_a_miss(memory: Memory, tmp_path: Path) -> None:
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        tier = engine.storage.tiers[0]
+        tier.backend.shared = True
+        tier.backend.contains = lambda keys: []  # type: ignore[method-assign]
+        assert engine.lookup(TOKENS).reason == "not stored"
+        stored_on_disk_only(engine, memory)
+        tier.backend.read = lambda reads: []  # type: ignore[method-assign]
+        assert engine.retrieve(TOKENS, memory.pages, memory.ids(160)).reason == "error"
+
+
+def test_clear_does_not_wait_for_ever_for_a_scan(memory: Memory, tmp_path: Path) -> None:
+    with open_engine(memory, tiers=disk(tmp_path), operation_timeout=0.05) as engine:
+        engine.storage.tiers[0].scanned.wait(10)
+        engine.storage.tiers[0].scanned.clear()
+        with pytest.raises(BackendError, match="still being scanned"):
+            engine.clear(everything=True)
+        engine.storage.tiers[0].scanned.set()
 
 
 def test_a_full_medium_is_a_counted_failure(engine: Engine, memory: Memory) -> None:

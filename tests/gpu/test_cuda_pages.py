@@ -9,24 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from page_cases import Case, HostMachine, aligned, check_case, drawn_cases, fixed_cases, vllm_case
+from page_cases import Case, PinnedMachine, aligned, check_case, drawn_cases, fixed_cases, vllm_case
 
 from lmkv import chunk, cuda
 from lmkv.errors import BadInput
 from lmkv.pages import Plane
 
 
-class Gpu(HostMachine):
+class Gpu(PinnedMachine):
     """Engine memory on the device, containers in host memory that CUDA has registered."""
 
     def __init__(self, blocks: int = cuda.BLOCKS) -> None:
-        super().__init__()
+        super().__init__(blocks)
         import cupy
 
         self.cupy: Any = cupy
-        self.blocks = blocks
-        self.pinned = cuda.PinnedMemory()
-        self.slots: list[np.ndarray] = []
 
     def place(self, memory: np.ndarray) -> tuple[Any, int]:
         placed = self.cupy.asarray(memory)
@@ -35,19 +32,6 @@ class Gpu(HostMachine):
 
     def fetch(self, handle: Any) -> np.ndarray:
         return self.cupy.asnumpy(handle)
-
-    def containers(self, count: int, nbytes: int) -> np.ndarray:
-        slots = super().containers(count, nbytes)
-        self.pinned.add(slots.ctypes.data, slots.nbytes)
-        self.slots.append(slots)
-        return slots
-
-    def release(self) -> None:
-        self.pinned.close()
-        self.slots.clear()
-
-    def paged(self, case: Case, base: int) -> cuda.CudaPagedKV:
-        return cuda.CudaPagedKV(case.spec, case.views(base), self.pinned, case.order, blocks=self.blocks)
 
 
 @pytest.fixture
