@@ -144,12 +144,9 @@ class Engine:
         reserved: dict[ChunkKey, Reservation] = {}
         try:
             held = self._reserve(self._storable(keys, rows), reserved, handle)
-            for key, each in reserved.items():
-                each.pages = rows.page_mask(key)
-                header = chunk.new_header(self.spec, key, each.pages, expires)
-                chunk.write_header(view := each.slot.view(each.nbytes), header)
-                chunk.zero_padding(view, header)
-            rows.gather(((key, each.slot) for key, each in reserved.items()), after)
+            filled = [(key, each.slot) for key, each in reserved.items()]
+            for each, mask in zip(reserved.values(), rows.fill(filled, expires, after), strict=True):
+                each.pages = mask
             done = self.storage.commit(list(reserved.values()), expires, tally)
         finally:
             for reservation in reserved.values():

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from lmkv.arena import Slot
+from lmkv import _native, chunk
 from lmkv.errors import BadInput
 from lmkv.keys import ChunkKey
 from lmkv.pages import PagedKV
 from lmkv.spec import KVSpec
+
+
+class Slot(Protocol):
+    """A container's memory, wherever it came from."""
+
+    address: int
 
 
 class PageRows:
@@ -45,6 +51,20 @@ class PageRows:
         """Mask of the pages of ``key``'s chunk that are there, 0 when all are."""
         there = self.rows[key.group][key.depth - self.first] >= 0
         return 0 if there.all() else sum(1 << int(j) for j in np.flatnonzero(there))
+
+    def fill(self, containers: Sequence[tuple[ChunkKey, Slot]], expires: int = 0, after: Any = None) -> list[int]:
+        """Make containers of the pages: headers, zeroed padding, one native gather a group.
+
+        Each slot holds at least ``chunk.container_bytes``. Returns each one's page mask, 0 for all pages.
+        """
+        masks = [self.page_mask(key) for key, _ in containers]
+        for (key, slot), mask in zip(containers, masks, strict=True):
+            header = chunk.new_header(self.spec, key, mask, expires)
+            view = _native.memory(slot.address, header.total_bytes)
+            chunk.write_header(view, header)
+            chunk.zero_padding(view, header)
+        self.gather(containers, after)
+        return masks
 
     def gather(self, containers: Iterable[tuple[ChunkKey, Slot]], after: Any = None) -> None:
         """Copy pages into containers, one native call a group; on a GPU once the event ``after`` has happened."""

@@ -1,0 +1,336 @@
+"""The worker's side: one rank's copies between vLLM's blocks and the host service's memory.
+
+Loads and saves run on threads of their own. The engine's thread only hands them over and collects what ended; it
+waits for nothing but a copy under way out of a block that is about to be overwritten.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from lmkv.server.client import Host, Unavailable
+
+from lmkv.errors import BadInput, LmkvError
+from lmkv.keys import NO_TENANT, ChunkKey
+from lmkv.pages import PagedKV
+from lmkv.rows import PageRows
+from lmkv.stats import Stats
+from lmkv.workers import Workers
+from lmkv_vllm import geometry
+from lmkv_vllm.messages import Handshake, Load, Loaded, Outcome, Save, Step
+from lmkv_vllm.options import Options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.lmkv")
+LOADERS = 2
+BATCH_BYTES = 64 << 20
+RESERVE_SECONDS = 30.0
+
+
+class SaveJob:
+    """One save on its way. It may be given up between copies; a copy under way is waited for."""
+
+    def __init__(self, save: Save, after: Any) -> None:
+        self.save, self.after = save, after
+        self._changed = threading.Condition()
+        self._copying = self._given_up = self._over = False
+
+    def start_copy(self) -> bool:
+        """The blocks are read from now on, unless the job was given up."""
+        with self._changed:
+            self._copying = not self._given_up
+            return self._copying
+
+    def end_copy(self, over: bool = False) -> None:
+        """The blocks are not being read; ``over``: and will not be."""
+        with self._changed:
+            self._copying, self._over = False, self._over or over
+            self._changed.notify_all()
+
+    def settle(self) -> bool:
+        """Return once the blocks may be overwritten. True: the job had to be given up for that."""
+        with self._changed:
+            self._given_up = True
+            self._changed.wait_for(lambda: not self._copying)
+            return not self._over
+
+
+class Worker:
+    """One rank. ``register`` comes first; everything before it, and everything without a service, is a miss."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, options: Options, rank: tuple[int, int]) -> None:
+        self.config, self.cache, self.options = config, cache, options
+        self.plan = geometry.Plan.of(config, cache, options.chunk_tokens)
+        pp, tp = rank
+        self.shard = (pp * config.parallel_config.tensor_parallel_size + tp) // self.plan.replicas
+        self.writes = tp % self.plan.replicas == 0
+        self.sync = options.load == "sync"
+        self.stats = Stats()
+        self.host: Host | None = None
+        self.pages: PagedKV | None = None
+        self.where = ""
+        self._scope = b""
+        self._lock = threading.Lock()
+        self._jobs: dict[int, SaveJob] = {}
+        self._outcome = Outcome()
+        self._ended: list[Loaded] = []
+        self._loads: dict[str, Load] = {}
+        self._loaders = Workers("vllm-load", LOADERS)
+        self._savers = Workers("vllm-save", 1)
+
+    # Start and end.
+
+    def register(self, tensors: dict[str, Any]) -> None:
+        """Describe the pages and connect to the host service; ConfigError for what cannot be stored exactly."""
+        self.spec, views, self.groups = geometry.describe(self.plan, self.cache, tensors)
+        threads = self.options.copy_threads or min(4, os.cpu_count() or 1)
+        self.host = Host(
+            self.options.socket, config=self.options.service(), spawn=self.options.spawn, linger=self.options.linger,
+            name=f"vllm worker {os.getpid()}",
+        )  # fmt: skip
+        from lmkv import chunk
+
+        self.sizes = tuple(chunk.container_bytes(self.spec, g) for g in range(len(self.spec.groups)))
+        try:
+            self.host.register(self.sizes)
+        except Unavailable as error:
+            logger.warning("lmkv: no host service yet (%s): nothing is stored until there is one", error)
+        self.device = next(iter(tensors.values()))
+        self.device = self.device[0] if isinstance(self.device, (list, tuple)) else self.device
+        if self.device.is_cuda:
+            from lmkv.cuda import CudaPagedKV, PinnedMemory
+
+            self._pinned = PinnedMemory(self.device.get_device())
+            self._pinned.add(*self.host.region)
+            self.pages = CudaPagedKV(self.spec, views, self._pinned, keep=tensors, device=self.device.get_device())
+        else:
+            self.pages = PagedKV(self.spec, views, threads=threads, keep=tensors)
+        self.where = f"{geometry.backend_text(self.config, tensors)} {self.spec.geometry()} {self.pages.layout}"
+
+    def handshake(self) -> Handshake | None:
+        """What the scheduler needs to know of this rank."""
+        return Handshake(self.shard, self.sizes, self.groups, self.where) if self.pages else None
+
+    def close(self, timeout: float = 3.0) -> None:
+        """End within about ``timeout`` seconds; what is not saved by then is lost."""
+        deadline = time.monotonic() + timeout
+        self._savers.close(deadline)
+        self._loaders.close(deadline)
+        if self.host is not None:
+            self.host.close()
+
+    # A step.
+
+    def settle(self, step: Step) -> None:
+        """Before anything is overwritten: saves out of blocks that were handed out again are over or given up."""
+        for number in step.settle:
+            job = self._jobs.get(number)
+            if job is not None and job.settle():
+                self.stats.add("saves.given_up")
+
+    def load(self, step: Step) -> None:
+        """Start this step's loads, or do them where that is the setting."""
+        self._scope = step.scope
+        for load in step.loads:
+            with self._lock:
+                self._loads[load.request] = load
+            if self.sync:
+                self._load(load)
+            else:
+                self._loaders.submit(self._load, load)
+
+    def save(self, step: Step) -> None:
+        """Start this step's saves; the forward that made their bytes has been submitted."""
+        after = self._event() if step.saves else None
+        for save in step.saves:
+            if not self.writes or self.pages is None:
+                self._saved(save, ())
+                continue
+            job = self._jobs[save.job] = SaveJob(save, after)
+            self._savers.submit(self._save, job)
+
+    def _event(self) -> Any:
+        if not self.device.is_cuda:
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def ended(self) -> list[Loaded]:
+        """Loads that ended since the last call, failed ones too; each exactly once."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def bad_blocks(self, ended: Loaded, load: Load) -> set[int]:
+        """The blocks that a failed load of a single-group model left without their bytes."""
+        tokens = self.plan.groups[0].block_tokens
+        return {block for block in load.blocks[0][max(0, ended.tokens - load.start) // tokens :] if block}
+
+    def take(self, request: str) -> Load | None:
+        """Forget a load that ended."""
+        with self._lock:
+            return self._loads.pop(request, None)
+
+    def outcome(self) -> Outcome | None:
+        """What the scheduler is to hear, None for nothing."""
+        with self._lock:
+            outcome, self._outcome = self._outcome, Outcome()
+        return outcome if outcome.saved or outcome.loaded else None
+
+    # Copies, on our threads.
+
+    def _rows(self, blocks: Sequence[Sequence[int]], start: int, stop: int) -> PageRows:
+        """Blocks as page ids; block 0 is vLLM's null block and stands for none."""
+        assert self.pages is not None
+        ids = []
+        for place in self.groups:
+            given = np.asarray(blocks[place], np.int64)
+            ids.append(np.where(given > 0, given, -1))
+        return PageRows(self.spec, self.pages, ids, start, stop)
+
+    def _load(self, load: Load) -> None:
+        started = time.monotonic()
+        try:
+            done = self._fetch(load)
+        except Exception as error:
+            done = Loaded(load.request, 0, {}, 0.0, 0, load.digests, _reason(error))
+        if load.scope != self._scope and not done.reason:
+            done.tokens, done.reason = 0, "reset"
+        done.seconds = time.monotonic() - started
+        if done.reason:
+            self.stats.add(f"load.failed.{done.reason}")
+        with self._lock:
+            self._ended.append(done)
+            self._outcome.loaded.append(done)
+
+    def _fetch(self, load: Load) -> Loaded:
+        chunk_tokens = self.plan.chunk_tokens
+        first, chunks = load.start // chunk_tokens, load.stop // chunk_tokens
+        rows = self._rows(load.blocks, load.start, load.stop)
+        needed = [self.spec.needed_chunks(g, chunks) for g in range(len(self.spec.groups))]
+        keys = [
+            self._key(load.scope, load.digests, load.before, first, i, g)
+            for i in range(first, chunks)
+            for g in range(len(needed))
+            if i in needed[g]
+        ]
+        assert self.host is not None
+        tiers: dict[str, int] = {}
+        got, nbytes, reason = 0, 0, ""
+        for run in self.host.fetch(keys, [self.sizes[key.group] for key in keys], self.options.load_timeout):
+            if isinstance(run, str):
+                reason = run
+                break
+            rows.scatter(zip(keys[got : got + len(run)], run, strict=True))
+            for key, each in zip(keys[got : got + len(run)], run, strict=True):
+                nbytes += self.sizes[key.group]
+                if key.group == keys[0].group:
+                    tier = self.host.tiers[each.tier]
+                    tiers[tier] = tiers.get(tier, 0) + chunk_tokens
+            got += len(run)
+        if got == len(keys):
+            return Loaded(load.request, load.stop, tiers, 0.0, nbytes)
+        at = keys[got].depth
+        return Loaded(
+            load.request, max(load.start, at * chunk_tokens), tiers, 0.0, nbytes,
+            load.digests[at - first : at - first + 1], reason or "ended early",
+        )  # fmt: skip
+
+    def _key(
+        self, scope: bytes, digests: Sequence[bytes], before: bytes, first: int, i: int, group: int
+    ) -> ChunkKey:  # fmt: skip
+        parent = digests[i - first - 1] if i > first else before
+        return ChunkKey(scope, NO_TENANT, digests[i - first], parent[:8], i, group, self.shard)
+
+    def _save(self, job: SaveJob) -> None:
+        save = job.save
+        kept: tuple[bytes, ...] = ()
+        try:
+            kept = self._store(job)
+        except Exception as error:
+            self.stats.add(f"save.failed.{_reason(error)}")
+        finally:
+            job.end_copy(over=True)
+            self._saved(save, kept)
+
+    def _store(self, job: SaveJob) -> tuple[bytes, ...]:
+        """Reserve, copy, commit. Returns the digests that every group now has."""
+        save, host = job.save, self.host
+        chunk_tokens = self.plan.chunk_tokens
+        assert host is not None
+        if save.scope != self._scope:
+            return ()
+        rows = self._rows(save.blocks, save.first * chunk_tokens, (save.first + len(save.digests)) * chunk_tokens)
+        whole = [rows.complete(g) for g in range(len(self.spec.groups))]
+        keys = [
+            self._key(save.scope, save.digests, save.before, save.first, save.first + i, g)
+            for i in range(len(save.digests))
+            for g in range(len(whole))
+            if whole[g][i]
+        ]
+        size = max(self.sizes)
+        step = max(1, BATCH_BYTES // size)
+        kept: list[bytes] = []
+        for at in range(0, len(keys), step):
+            batch = keys[at : at + step]
+            answers = host.reserve(str(save.job), [(key, self.sizes[key.group]) for key in batch], RESERVE_SECONDS)
+            taken = [(key, each) for key, each in zip(batch, answers, strict=True) if not isinstance(each, str)]
+            for key, answer in zip(batch, answers, strict=True):
+                if isinstance(answer, str):
+                    self.stats.add(f"save.{answer}")
+                    kept += [key.digest] if answer == "held" else []
+            kept += self._fill(job, rows, taken)
+            if "no slot" in answers:
+                break
+        return tuple(kept)
+
+    def _fill(self, job: SaveJob, rows: PageRows, taken: Sequence[tuple[ChunkKey, Any]]) -> list[bytes]:
+        """Copy into reserved memory and publish it; a job that was given up publishes nothing."""
+        host, slots = self.host, [each for _, each in taken]
+        assert host is not None
+        if not slots:
+            return []
+        if not job.start_copy():
+            host.abort(slots)
+            return []
+        ttl = job.save.ttl
+        expires = int(time.time() + ttl) + 1 if ttl else 0
+        try:
+            masks = rows.fill(taken, expires, job.after)
+        except BaseException:
+            host.abort(slots)
+            raise
+        finally:
+            job.end_copy()
+        done = host.commit(slots, masks, expires)
+        self.stats.add("save.bytes", sum(self.sizes[key.group] for (key, _), ok in zip(taken, done, strict=True) if ok))
+        self.stats.add("save.chunks", sum(done))
+        return [key.digest for (key, _), ok in zip(taken, done, strict=True) if ok]
+
+    def _saved(self, save: Save, kept: Sequence[bytes]) -> None:
+        with self._lock:
+            self._jobs.pop(save.job, None)
+            self._outcome.saved[save.job] += 1
+            self._outcome.kept[save.job] = tuple(kept)
+
+
+def _reason(error: Exception) -> str:
+    """A word or two for a counter; what is unexpected is logged once a minute at most by the caller's name."""
+    reason: Callable[[], str] | str = getattr(error, "reason", "")
+    if isinstance(reason, str) and reason:
+        return reason
+    if not isinstance(error, (LmkvError, BadInput, OSError)):
+        logger.warning("lmkv: %s", error, exc_info=True)
+    return type(error).__name__
