@@ -142,9 +142,17 @@ class Arena:
         """Where a shared arena's file is mapped here: a slot's offset in it is ``address - base``."""
         return self._slabs[0].memory.address
 
-    def add_exact(self, sizes: Iterable[int]) -> None:
-        """Give more container sizes, none larger than a slab, a size class of their own."""
-        self._exact |= {round_up(size, PAGE) for size in sizes}
+    def add_exact(self, sizes: Iterable[int]) -> bool:
+        """Give more container sizes a size class of their own. False: one has no room, or there is no slab a class."""
+        exact = self._exact | {round_up(size, PAGE) for size in sizes}
+        if max(exact) > self.slab_bytes or len(exact) > len(self._slabs):
+            return False
+        self._exact = exact
+        return True
+
+    def is_exact(self, nbytes: int) -> bool:
+        """Containers of ``nbytes`` have a size class of their own."""
+        return nbytes in self._exact
 
     def size_class(self, nbytes: int) -> int:
         """Bytes of the slot that a container of ``nbytes`` gets."""
