@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from lmkv import chunk
@@ -122,7 +122,7 @@ class StorageManager:
                     self.index.add(key, tier.number, size, created=1)
         return any(sizes)
 
-    def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Iterator[list[Ready] | str]:
+    def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Generator[list[Ready] | str, None, None]:
         """Bring containers into host memory, in order; see `Loader.fetch`."""
         return self.loader.fetch(wanted, deadline)
 
