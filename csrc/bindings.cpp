@@ -315,9 +315,9 @@ const char* limit_simd(const char* name) {
     bad_value("the level must be portable, avx2 or avx512");
 }
 
-void make_slab(lmkv::Slab* self, int64_t nbytes, bool huge) {
+void make_slab(lmkv::Slab* self, int64_t nbytes, bool huge, int fd) {
     if (nbytes <= 0) bad_value("nbytes must be positive");
-    new (self) lmkv::Slab(static_cast<std::size_t>(nbytes), huge);
+    new (self) lmkv::Slab(static_cast<std::size_t>(nbytes), huge, fd);
 }
 
 }  // namespace
@@ -326,7 +326,7 @@ NB_MODULE(_native, m) {
     m.doc() = "Page copies, hashes, checksums and aligned file I/O; see _native.pyi for the contract.";
 
     nb::class_<lmkv::Slab>(m, "Slab")
-        .def("__init__", make_slab, "nbytes"_a, "huge"_a = true)
+        .def("__init__", make_slab, "nbytes"_a, "huge"_a = true, "fd"_a = -1)
         .def_prop_ro("address", [](const lmkv::Slab& s) { return reinterpret_cast<std::intptr_t>(s.base()); })
         .def_prop_ro("nbytes", &lmkv::Slab::nbytes)
         .def("touch", touch, "start"_a, "stop"_a)

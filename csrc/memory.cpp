@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,11 +30,16 @@ void touch_by_hand(char* begin, char* end) {
 
 }  // namespace
 
-Slab::Slab(std::size_t nbytes, bool huge) : nbytes_(nbytes) {
+Slab::Slab(std::size_t nbytes, bool huge, int fd) : nbytes_(nbytes) {
     const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     if (nbytes == 0 || nbytes > SIZE_MAX / 2) throw std::bad_alloc();
     const std::size_t size = (nbytes + page - 1) / page * page, mapped = size + kHuge;
-    void* map = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    struct stat file;
+    if (fd >= 0 && (fstat(fd, &file) != 0 || file.st_size < 0 || static_cast<std::size_t>(file.st_size) < size))
+        throw std::bad_alloc();
+    const int access = PROT_READ | PROT_WRITE;
+    // A file's mapping goes over addresses that are only reserved here, to be aligned as well.
+    void* map = mmap(nullptr, mapped, fd < 0 ? access : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (map == MAP_FAILED) throw std::bad_alloc();
     char* const start = static_cast<char*>(map);
     base_ = start + (-reinterpret_cast<std::uintptr_t>(start) % kHuge);
@@ -41,6 +47,10 @@ Slab::Slab(std::size_t nbytes, bool huge) : nbytes_(nbytes) {
     char* const end = base_ + size;
     if (end < start + mapped) munmap(end, static_cast<std::size_t>(start + mapped - end));
     nbytes_ = size;
+    if (fd >= 0 && mmap(base_, size, access, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+        munmap(base_, size);
+        throw std::bad_alloc();
+    }
     if (huge) madvise(base_, size, MADV_HUGEPAGE);
 }
 

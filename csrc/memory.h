@@ -1,4 +1,4 @@
-// Host memory for chunk containers: private mappings aligned to huge pages.
+// Host memory for chunk containers: mappings aligned to huge pages, private or of a file shared between processes.
 #pragma once
 
 #include <atomic>
@@ -8,8 +8,9 @@ namespace lmkv {
 
 class Slab {
   public:
-    // Maps nbytes of zeros, backed by huge pages when asked and possible. Throws std::bad_alloc.
-    Slab(std::size_t nbytes, bool huge);
+    // Maps nbytes of zeros, or the start of the file fd (which stays the caller's), backed by huge pages when asked
+    // and possible. Throws std::bad_alloc, also for a file that is shorter.
+    Slab(std::size_t nbytes, bool huge, int fd = -1);
     ~Slab() { close(); }
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;

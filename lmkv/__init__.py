@@ -6,7 +6,7 @@ lmkv needs neither torch nor a GPU nor an inference engine.
 
 from lmkv.config import Config
 from lmkv.engine import Engine
-from lmkv.errors import BackendError, BadContainer, BadInput, Closed, ConfigError, LmkvError
+from lmkv.errors import BackendError, BadContainer, BadInput, Closed, ConfigError, LmkvError, Unavailable
 from lmkv.fingerprint import fingerprint
 from lmkv.keys import ChunkKey, ChunkKeys, Identity, Scope
 from lmkv.leases import Lease
@@ -20,5 +20,5 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError", "BadContainer", "BadInput", "ChunkKey", "ChunkKeys", "Closed", "Config", "ConfigError", "Engine",
     "Explanation", "FlushReport", "GroupView", "Identity", "KVSpec", "Kind", "LayerGroup", "Lease", "LmkvError",
-    "PagedKV", "Plan", "Plane", "Retrieved", "Scope", "StoreHandle", "fingerprint",
+    "PagedKV", "Plan", "Plane", "Retrieved", "Scope", "StoreHandle", "Unavailable", "fingerprint",
 ]  # fmt: skip

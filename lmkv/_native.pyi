@@ -14,10 +14,12 @@ from typing_extensions import Buffer
 class Slab:
     """A private anonymous mapping of zeros, aligned to 2 MiB, in huge pages when asked and possible.
 
-    MemoryError when it cannot be mapped. close() unmaps: no address in it may be used afterwards.
+    fd: the first ``nbytes`` of this file instead, shared with everyone who maps it; the descriptor may be closed
+    afterwards. MemoryError when it cannot be mapped, or the file is shorter. close() unmaps, as does the end of the
+    object: no address in it may be used afterwards.
     """
 
-    def __init__(self, nbytes: int, huge: bool = True) -> None: ...
+    def __init__(self, nbytes: int, huge: bool = True, fd: int = -1) -> None: ...
     @property
     def address(self) -> int: ...
     @property

@@ -4,18 +4,24 @@ Memory that was never written costs about nine times a warm copy, so the arena m
 it in the background, and never gives it back: a *slab* is lent to a size class on demand and returned when its last
 slot is freed. A *slot* holds one chunk container. Slots are counted references: the index holds one, every copy in
 flight holds one, and the bytes are reused only when the last holder lets go.
+
+A *shared* arena lies in one memory file without a name, sealed so that nobody can change its size: whoever is given
+the descriptor maps the same bytes, and a slot is told by its offset.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lmkv import _native
 from lmkv.errors import ConfigError
 
 PAGE = 4096
 HUGE = 2 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def round_up(value: int, unit: int) -> int:
@@ -46,10 +52,11 @@ class Slot:
 
 
 class _Slab:
-    """One mapping and, while lent, its slots of one size class."""
+    """``nbytes`` from ``start`` on of a mapping and, while lent, its slots of one size class."""
 
-    def __init__(self, nbytes: int, huge: bool) -> None:
-        self.memory = _native.Slab(nbytes, huge)
+    def __init__(self, memory: _native.Slab, start: int, nbytes: int) -> None:
+        self.memory = memory
+        self.start = start
         self.nbytes = nbytes
         self.warm = False
         self.slot_bytes = 0
@@ -58,7 +65,7 @@ class _Slab:
 
     def lend(self, slot_bytes: int) -> None:
         if slot_bytes != self.slot_bytes:
-            base, count = self.memory.address, self.nbytes // slot_bytes
+            base, count = self.memory.address + self.start, self.nbytes // slot_bytes
             self.slots = [Slot(base + i * slot_bytes, slot_bytes, self) for i in range(count)]
             self.slot_bytes = slot_bytes
         self.free = self.slots[::-1]
@@ -69,27 +76,43 @@ class Arena:
 
     budget: bytes the arena may map; slab: bytes of one slab (see :func:`slab_bytes`);
     exact: container sizes that get a size class of their own, other sizes share geometric classes (factor 1.25).
-    Raises ConfigError when not even one slab fits, or the system refuses the memory.
+    shared: memory that other processes can map, by ``fd``. Raises ConfigError when not even one slab fits, or the
+    system refuses the memory.
     """
 
     def __init__(
-        self, budget: int, slab: int, exact: Sequence[int] = (), *, huge: bool = True, touch: bool = True
+        self,
+        budget: int,
+        slab: int,
+        exact: Sequence[int] = (),
+        *,
+        huge: bool = True,
+        touch: bool = True,
+        shared: bool = False,
     ) -> None:
         self.budget = budget
+        self.shared, self.fd = shared, -1
         self._exact = frozenset(round_up(size, PAGE) for size in exact)
         largest = max(self._exact, default=PAGE)
         if budget < largest:
             raise ConfigError("cpu.budget", f"{budget} bytes cannot hold one chunk; needs at least {largest}")
         self.slab_bytes = slab = max(largest, min(slab, budget // PAGE * PAGE))
+        pieces = [slab] * (budget // slab)
+        if (rest := budget % slab // PAGE * PAGE) >= largest:
+            pieces.append(rest)
+        self.capacity = sum(pieces)
         try:
-            self._idle = [_Slab(slab, huge) for _ in range(budget // slab)]
-            rest = (budget % slab) // PAGE * PAGE
-            if rest >= largest and self._idle:
-                self._idle.append(_Slab(rest, huge))
-        except MemoryError as error:
+            if shared:
+                self.fd = _memory_file(self.capacity)
+                memory = _native.Slab(self.capacity, huge, self.fd)
+                self._idle = [_Slab(memory, i * slab, nbytes) for i, nbytes in enumerate(pieces)]
+            else:
+                self._idle = [_Slab(_native.Slab(nbytes, huge), 0, nbytes) for nbytes in pieces]
+        except (MemoryError, OSError, OverflowError) as error:
+            self._close_file()
             raise ConfigError("cpu.budget", f"the system refused {budget} bytes: {error}") from error
         self._slabs = list(self._idle)
-        self.capacity = sum(each.nbytes for each in self._slabs)
+        self._mapped = len(self._slabs)
         self.used = 0
         self._lent: dict[int, list[_Slab]] = {}
         self._lock = threading.Lock()
@@ -106,13 +129,30 @@ class Arena:
             for start in range(0, slab.nbytes, 64 << 20):
                 if self._stop.is_set():
                     return
-                slab.memory.touch(start, min(start + (64 << 20), slab.nbytes))
+                slab.memory.touch(slab.start + start, slab.start + min(start + (64 << 20), slab.nbytes))
             slab.warm = True
         self.warmed.set()
 
     def regions(self) -> list[tuple[int, int]]:
         """(address, bytes) of every slab, for pinning; they stay mapped until `close`."""
-        return [(slab.memory.address, slab.nbytes) for slab in self._slabs]
+        return [(slab.memory.address + slab.start, slab.nbytes) for slab in self._slabs]
+
+    @property
+    def base(self) -> int:
+        """Where a shared arena's file is mapped here: a slot's offset in it is ``address - base``."""
+        return self._slabs[0].memory.address
+
+    def add_exact(self, sizes: Iterable[int]) -> bool:
+        """Give more container sizes a size class of their own. False: one has no room, or there is no slab a class."""
+        exact = self._exact | {round_up(size, PAGE) for size in sizes}
+        if max(exact) > self.slab_bytes or len(exact) > len(self._slabs):
+            return False
+        self._exact = exact
+        return True
+
+    def is_exact(self, nbytes: int) -> bool:
+        """Containers of ``nbytes`` have a size class of their own."""
+        return nbytes in self._exact
 
     def size_class(self, nbytes: int) -> int:
         """Bytes of the slot that a container of ``nbytes`` gets."""
@@ -168,10 +208,10 @@ class Arena:
                 slabs.append(slab)
             slab.free.append(slot)
             if len(slab.free) == len(slab.slots):
-                slabs.remove(slab)
                 if self._stop.is_set():
-                    slab.memory.close()
+                    self._unmap(slab)
                 else:
+                    slabs.remove(slab)
                     self._idle.append(slab)
 
     def close(self) -> None:
@@ -181,6 +221,29 @@ class Arena:
             self._toucher.join()
         with self._lock:
             for slab in self._idle:
-                slab.memory.close()
+                self._unmap(slab)
             self._idle = []
             self._lent = {}
+            self._close_file()
+
+    def _unmap(self, slab: _Slab) -> None:
+        self._mapped -= 1
+        if not (self.shared and self._mapped):
+            slab.memory.close()
+
+    def _close_file(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _memory_file(nbytes: int) -> int:
+    """A sealed memory file of exactly ``nbytes``; it lives while somebody maps it or has it open."""
+    fd = os.memfd_create("lmkv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -5,7 +5,8 @@
     ├── BadInput        a caller's argument is wrong (also a ValueError); nothing was changed
     ├── BadContainer    bytes that are not the chunk they claim to be; storage turns it into a miss
     ├── BackendError    a backend cannot be opened or listed
-    └── Closed          the engine was closed
+    ├── Closed          the engine was closed
+    └── Unavailable     the host service does not answer, or not in time; the connector recomputes
 
 On the hot path (lookup, retrieve, write-through) nothing below BadInput reaches the caller: a failure there is a
 miss with a reason, counted in ``Engine.stats()``.
@@ -47,6 +48,10 @@ class BackendError(LmkvError):
 
 class Closed(LmkvError):
     """The engine was closed before the call."""
+
+
+class Unavailable(LmkvError):
+    """The host service cannot be reached or did not answer in time; its text is the reason."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

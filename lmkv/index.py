@@ -80,6 +80,16 @@ class Entry:
         return [self.key(group, shard) for group, shard in parts_of(self.masks[tier])]
 
 
+class Watch:
+    """Hears of every change of the index, under the storage lock: override what is of interest, and be quick."""
+
+    def changed(self, entry: Entry, tier: int, mask: int, present: bool) -> None:
+        """The parts of ``mask`` came to ``tier``, or left it."""
+
+    def cleared(self, scope: bytes) -> None:
+        """All chunks of a scope were removed; `changed` was not called for them."""
+
+
 @dataclass
 class _Scope:
     entries: dict[bytes, Entry] = field(default_factory=dict)
@@ -93,6 +103,7 @@ class Index:
     def __init__(self, tiers: int, policy: Policy) -> None:
         self.tiers = tiers
         self.policy = policy
+        self.watch = Watch()
         self.scopes: dict[bytes, _Scope] = {}
         self.used = [0] * tiers
         self.objects = [0] * tiers
@@ -132,6 +143,7 @@ class Index:
             self._offer(tier, entry)
         if not entry.masks[tier] & bit:
             self.objects[tier] += 1
+            self.watch.changed(entry, tier, bit, True)
         entry.masks = _set(entry.masks, tier, entry.masks[tier] | bit)
         entry.any |= bit
         entry.expires = expires or entry.expires
@@ -151,6 +163,7 @@ class Index:
             freed += entry.sizes.pop(part_bit(group, shard) * MAX_TIERS + tier)
             self.objects[tier] -= 1
         self.used[tier] -= freed
+        self.watch.changed(entry, tier, gone, False)
         entry.masks = _set(entry.masks, tier, entry.masks[tier] ^ gone)
         entry.any = 0
         for mask in entry.masks:

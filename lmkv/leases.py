@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -131,6 +132,18 @@ class LeaseTable:
             for entry in lease.entries:
                 entry.leases -= 1
             self.held -= lease.host_bytes
+
+    def drop(self, owners: Iterable[str]) -> None:
+        """End the leases of these owners, where they have one."""
+        with self._lock:
+            for owner in owners:
+                if lease := self._by_owner.get(owner):
+                    self.release(lease)
+
+    def drop_all(self, prefix: str) -> None:
+        """End the leases of all owners whose names begin so."""
+        with self._lock:
+            self.drop([owner for owner in self._by_owner if owner.startswith(prefix)])
 
     def use(self, lease: Lease) -> bool:
         """A retrieve starts to touch the leased chunks; False when the lease is void."""

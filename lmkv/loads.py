@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmkv import chunk, codec
@@ -67,7 +67,7 @@ class Loader:
         """Reads not finished yet, stuck ones included."""
         return len(self._loads)
 
-    def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Iterator[list[Ready] | str]:
+    def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Generator[list[Ready] | str, None, None]:
         """Yield consecutive runs of ``wanted`` as they become ready; the reason of a failure, a string, is last.
 
         deadline: time.monotonic. Runs already in host memory come in one piece; reads run a window ahead.

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from lmkv import chunk
@@ -22,7 +22,7 @@ from lmkv.backends.cpu import CpuBackend
 from lmkv.config import Config, memory_limit
 from lmkv.errors import BackendError, ConfigError
 from lmkv.eviction import policy
-from lmkv.index import MAX_TIERS, Entry, Index, part_bit, parts_of
+from lmkv.index import MAX_TIERS, Entry, Index, Watch, part_bit, parts_of
 from lmkv.keys import ChunkKey, ChunkKeys
 from lmkv.leases import LeaseTable, Reservation
 from lmkv.loads import Loader, Ready, Wanted
@@ -37,9 +37,11 @@ _STORAGES: weakref.WeakSet[StorageManager] = weakref.WeakSet()
 
 
 class StorageManager:
-    """Embedded storage. ``sizes``: container bytes of each group; a budget that cannot hold one refuses to start."""
+    """Storage in this process. ``sizes``: container bytes of each group; a budget that cannot hold one refuses to
+    start. shared: host memory that other processes can map (`Arena`).
+    """
 
-    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+    def __init__(self, config: Config, sizes: Sequence[int], *, shared: bool = False) -> None:
         self.config = config
         self.stats = Stats()
         self.tiers = _open_tiers(config, max(sizes))
@@ -48,7 +50,8 @@ class StorageManager:
             self.index = Index(1 + len(self.tiers), policy(config.policy))
             budget = config.cpu.budget.resolve(memory_limit())
             slab = _slab_bytes(budget, sizes, config.cpu.slab)
-            self.arena = Arena(budget, slab, sizes, huge=config.cpu.huge_pages, touch=config.cpu.touch)
+            host = config.cpu
+            self.arena = Arena(budget, slab, sizes, huge=host.huge_pages, touch=host.touch, shared=shared)
         except ConfigError:
             for tier in self.tiers:
                 tier.backend.close()
@@ -72,6 +75,17 @@ class StorageManager:
     def usable(self) -> str:
         """'' while calls can work, else why they are misses."""
         return "forked" if self.forked else "closed" if self.closed else ""
+
+    def add_sizes(self, sizes: Sequence[int]) -> None:
+        """Take containers of more sizes. ConfigError names what must be set for them at the next start."""
+        largest = max(sizes)
+        for tier in self.tiers:
+            if tier.budget is not None and tier.budget < largest:
+                raise _too_small(tier.number, tier.budget, largest)
+        if not self.arena.add_exact(sizes):
+            if largest > self.config.cpu.slab:
+                raise ConfigError("cpu.slab", f"{self.config.cpu.slab} bytes cannot hold a chunk of {largest}")
+            raise ConfigError("cpu.budget", f"{self.arena.capacity} bytes are too few with chunks of {largest} beside")
 
     # Lookup and reading.
 
@@ -108,7 +122,7 @@ class StorageManager:
                     self.index.add(key, tier.number, size, created=1)
         return any(sizes)
 
-    def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Iterator[list[Ready] | str]:
+    def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Generator[list[Ready] | str, None, None]:
         """Bring containers into host memory, in order; see `Loader.fetch`."""
         return self.loader.fetch(wanted, deadline)
 
@@ -235,8 +249,10 @@ class StorageManager:
                 self.index.add(key, 0, header.total_bytes, pages=pages, expires=header.expires)
                 self.stats.add("promoted_chunks")
 
-    def clear(self, match: Callable[[Entry], bool], tier: int | None = None) -> int:
+    def clear(self, match: Callable[[Entry], bool], tier: int | None = None, scope: bytes = b"") -> int:
         """Remove every chunk that matches, from one tier or all; returns how many chunks were there.
+
+        scope: these are all chunks of a scope, so that whoever watches the index hears of them at once.
 
         Waits for the start-up scan, so that what an earlier process stored is found too; BackendError when that takes
         longer than ``operation_timeout``. Chunks being copied are invisible at once, their memory follows when the
@@ -248,7 +264,11 @@ class StorageManager:
         with self.lock:
             found = [entry for entry in self.index.entries() if match(entry)]
             count = sum(any(mask and tier in (None, t) for t, mask in enumerate(entry.masks)) for entry in found)
+            watch, self.index.watch = self.index.watch, Watch() if scope else self.index.watch
             doomed = self._take_out(found, tier)
+            self.index.watch = watch
+            if scope:
+                watch.cleared(scope)
         self._delete_all(doomed)
         return count
 
@@ -374,11 +394,13 @@ def _open_tiers(config: Config, largest: int) -> list[Tier]:
         if tier.budget is not None and tier.budget < largest:
             for opened in [*tiers, tier]:
                 opened.backend.close()
-            raise ConfigError(
-                f"tiers.{number - 1}.budget", f"{tier.budget} bytes cannot hold one chunk; needs at least {largest}"
-            )
+            raise _too_small(number, tier.budget, largest)
         tiers.append(tier)
     return tiers
+
+
+def _too_small(number: int, budget: int, largest: int) -> ConfigError:
+    return ConfigError(f"tiers.{number - 1}.budget", f"{budget} bytes cannot hold one chunk; needs at least {largest}")
 
 
 def _after_fork() -> None:

@@ -345,6 +345,23 @@ def test_a_slab_is_aligned_zeroed_and_writable(slab: native.Slab) -> None:
     assert not data.any()
 
 
+def test_a_slab_of_a_file_shares_its_bytes_and_refuses_a_shorter_one() -> None:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 4 * MIB)
+    one, two = native.Slab(4 * MIB, True, fd), native.Slab(2 * MIB, False, fd)
+    with pytest.raises(MemoryError):
+        native.Slab(4 * MIB + 1, True, fd)
+    os.close(fd)
+    with pytest.raises(MemoryError):
+        native.Slab(4096, True, fd)
+    one.touch(0, one.nbytes)
+    view(one)[5] = 7
+    assert view(two)[5] == 7
+    assert one.address % (2 * MIB) == two.address % (2 * MIB) == 0
+    one.close()
+    assert view(two)[5] == 7
+
+
 def test_slabs_refuse_what_they_cannot_do(slab: native.Slab) -> None:
     with pytest.raises(MemoryError):
         native.Slab(1 << 60)

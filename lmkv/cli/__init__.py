@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from lmkv import __version__
-from lmkv.cli import bench, cache, config, doctor
+from lmkv.cli import bench, cache, config, doctor, server
 from lmkv.errors import LmkvError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -20,6 +20,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(cache.app, name="cache")
 app.command()(doctor.doctor)
 app.command()(bench.bench)
+app.command()(server.server)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,223 @@
+"""The host service process: accepts clients, owns their storage, and ends some time after the last has gone."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from lmkv.config import Config
+from lmkv.server import election
+from lmkv.server import protocol as wire
+from lmkv.server.connection import Connection, Session
+from lmkv.server.events import Rings
+from lmkv.storage import StorageManager
+
+log = logging.getLogger(__name__)
+MAX_CONNECTIONS = 512
+SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
+SWITCH_INTERVAL = 0.0005  # so that a lookup waits less for threads that verify and write
+
+
+class Service:
+    """One storage behind one listening socket."""
+
+    def __init__(self, listener: socket.socket, config: Config) -> None:
+        self.config, self.listener = config, listener
+        self.name, self.pid = secrets.token_hex(8), os.getpid()
+        self.settings = settings_text(config)
+        self.storage: StorageManager | None = None
+        self.rings = Rings()
+        self._sessions: dict[tuple[int, bytes], Session] = {}
+        self._connections: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._idle_since = time.monotonic()
+        self._stopping = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.epoll()
+        self._poll.register(listener.fileno(), select.EPOLLIN)
+        self._poll.register(self._wake, select.EPOLLIN)
+
+    # Storage.
+
+    def prepare(self, sizes: Sequence[int]) -> StorageManager:
+        """The storage, made at the first call, with room for containers of ``sizes``. ConfigError, BackendError."""
+        with self._making:
+            if self.storage is None:
+                storage = StorageManager(self.config, sizes, shared=True)
+                storage.index.watch = self.rings
+                self.storage = storage
+            else:
+                self.storage.add_sizes(sizes)
+            return self.storage
+
+    def stats(self, storage: StorageManager) -> dict[str, Any]:
+        """Counters, tiers, and the clients with what they hold."""
+        with self._lock:
+            clients = [{"name": each.name, "holds": each.holding} for each in self._sessions.values()]
+        return {**storage.stats.snapshot(), "tiers": storage.usage(), "clients": clients, "server": self.name}
+
+    # Sessions and connections.
+
+    def join(self, connection: Connection, hello: wire.Hello) -> Session:
+        """The session a new connection belongs to: that of its process and of the name the process gives itself."""
+        key = (connection.peer, hello.session)
+        with self._lock:
+            session = self._sessions.get(key)
+            if session is None:
+                session = self._sessions[key] = Session(self, key, hello.client, connection.pidfd)
+                connection.pidfd = -1
+                self._poll.register(session.pidfd, select.EPOLLIN)
+            session.connections.add(connection)
+            connection.session = session
+        return session
+
+    def closed(self, connection: Connection) -> None:
+        """A connection has ended; with a session's last one go its leases, and the session if it holds nothing."""
+        connection.channel.close()
+        session = connection.session
+        with self._lock:
+            self._connections.discard(connection)
+            if connection.pidfd >= 0:
+                os.close(connection.pidfd)
+            if session is None:
+                return
+            session.connections.discard(connection)
+            last = not session.connections
+            if last and not session.holding:
+                self._forget(session)  # at once: its client may be joining again
+        if last:
+            session.drop_leases()
+
+    def end(self, session: Session) -> None:
+        """Nothing of this client is touched by it any more."""
+        with self._lock:
+            self._forget(session)
+            connections = list(session.connections)
+        session.end()
+        for connection in connections:
+            connection.channel.shutdown()
+
+    def _forget(self, session: Session) -> None:
+        if self._sessions.get(session.key) is session:
+            del self._sessions[session.key]
+            self._poll.unregister(session.pidfd)
+            os.close(session.pidfd)
+            if not self._sessions:
+                self._idle_since = time.monotonic()
+                os.eventfd_write(self._wake, 1)
+
+    # The main loop.
+
+    def run(self) -> None:
+        """Serve until stopped, or until nobody has been there for ``linger`` seconds."""
+        while not self._stopping:
+            with self._lock:
+                left = None if self._sessions else self._idle_since + self.config.linger - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            for fd, _ in self._poll.poll(left):
+                if fd == self.listener.fileno():
+                    self._accept()
+                elif fd == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    self._reap(fd)
+
+    def stop(self, *_: object) -> None:
+        """End soon; may be called from a signal handler."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+
+    def _reap(self, pidfd: int) -> None:
+        with self._lock:
+            gone = [each for each in self._sessions.values() if each.pidfd == pidfd and each.gone()]
+        for session in gone:
+            log.info("%s is gone", session.name)
+            self.end(session)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self.listener.accept()
+        except OSError as error:
+            log.warning("a connection was lost: %s", error)
+            return
+        try:
+            peer, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid != os.geteuid() or len(self._connections) >= MAX_CONNECTIONS:
+                raise ConnectionError(f"user {uid}, {len(self._connections)} connections")
+            pidfd = _pidfd(sock, peer)
+        except OSError as error:
+            log.warning("a connection was refused: %s", error)
+            sock.close()
+            return
+        connection = Connection(self, wire.Channel(sock, wire.Request), peer, pidfd)
+        with self._lock:
+            self._connections.add(connection)
+        threading.Thread(target=connection.serve, name=f"lmkv-client-{peer}", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more clients, write what is queued, release everything."""
+        self.listener.close()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.channel.shutdown()
+        if self.storage:
+            self.storage.close(self.config.close_timeout)
+
+
+def _pidfd(sock: socket.socket, pid: int) -> int:
+    """A descriptor of the peer's process; OSError when it is gone or the kernel (before 5.3) has none."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return os.pidfd_open(pid)  # before Linux 6.5; the number could be another's if the peer has ended just now
+
+
+def settings_text(config: Config) -> str:
+    """What a service was started with, as lines of ``key=value``, of the settings that concern it."""
+    ours = ("cpu.", "tiers.", "policy")
+    return "\n".join(f"{key}={value}" for key, value, _ in config.rows() if key.startswith(ours))
+
+
+def main(path: str, config: Config, ready: int = -1) -> bool:
+    """Be the service at ``path`` until it ends; False at once where there is one. ready: told when one listens."""
+    elected = election.listen(path)
+    if elected:
+        listener, lock = elected
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        service = Service(listener, config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, service.stop)
+    if ready >= 0:
+        os.write(ready, b"listening")
+        os.close(ready)
+    if elected:
+        log.info("process %d serves %s", os.getpid(), path)
+        try:
+            service.run()
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            service.close()
+            os.close(lock)
+            log.info("process %d has ended", os.getpid())
+    return elected is not None
