@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmkv.server.client import Host, Query, Unavailable
-
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, Unavailable
 from lmkv.index import part_bit
 from lmkv.keys import Scope
 from lmkv.plan import Need, Trailing
+from lmkv.server.client import Answer, Host, Query
 from lmkv.spec import Kind
 from lmkv.stats import Stats
+from lmkv.workers import Workers
 from lmkv_vllm import identity
 from lmkv_vllm.events import Events
 from lmkv_vllm.geometry import Plan, pages_needed
@@ -64,6 +64,7 @@ class Scheduler:
         self._fresh: list[int] = []
         self._bad: set[bytes] = set()
         self._failed: dict[str, str] = {}
+        self._chores = Workers("vllm-chores", 1)
         self._events = Events(config, self.plan)
         self._step_tokens = 0
         self._prefill_speed = self._step_started = 0.0
@@ -90,9 +91,8 @@ class Scheduler:
         self._set_scope()
         options = self.options
         self.host = Host(
-            options.socket, config=options.service(), spawn=options.spawn, linger=options.linger,
-            name=f"vllm scheduler {os.getpid()}",
-        )  # fmt: skip
+            options.socket, config=options.service(), spawn=options.spawn, name=f"vllm scheduler {os.getpid()}"
+        )
         try:
             self.host.register(sizes)
         except Unavailable as error:
@@ -131,13 +131,14 @@ class Scheduler:
             self._drop(state)
             state.next_save = 0
         if self.host is not None:
-            self.host.clear_later(old)
+            self._chores.submit(self.host.clear, old)
         self._events.cleared()
         return True
 
     def close(self) -> None:
         """Let go of everything held for this engine."""
         self._events.close()
+        self._chores.close(time.monotonic())
         if self.host is not None:
             self.host.close()
 
@@ -175,7 +176,7 @@ class Scheduler:
             return self._miss(state, state.answer.reason if not found else "held by vLLM already")
         if gain < self.options.min_hit_tokens:
             return self._miss(state, "below min_hit_tokens")
-        if not self._worth_it(self._tiers(state.answer.places, local, found), gain):
+        if not self._worth_it(self._tiers(state.answer, local, found), gain):
             return self._miss(state, "not worth loading")
         return gain, not self.sync
 
@@ -242,17 +243,19 @@ class Scheduler:
         self._loads.append(Load(request.request_id, self.scope, start, stop, before, digests, targets))
         self._fresh += itertools.chain(*targets)
         state.loading, state.hit, state.next_save = True, tokens, last
-        state.tiers = self._tiers(state.answer.places, start, stop)
+        state.tiers = self._tiers(state.answer, start, stop)
         self.stats.add("hit_tokens", tokens)
 
-    def _tiers(self, places: bytes, start: int, stop: int) -> dict[str, int]:
-        """Tokens [start, stop) of a hit by tier; places: each chunk's tier."""
-        assert self.host is not None
-        tiers: Counter[str] = Counter()
+    def _tiers(self, answer: Answer, start: int, stop: int) -> dict[str, int]:
+        """Tokens [start, stop) of a hit by tier."""
         chunk = self.plan.chunk_tokens
-        for i in range(start // chunk, stop // chunk):
-            tiers[self.host.tiers[places[i]]] += min(stop, (i + 1) * chunk) - max(start, i * chunk)
-        return dict(tiers)
+        counts = Counter({tier: chunks * chunk for tier, chunks in answer.tiers.items()})
+        over = sum(counts.values()) - (stop - start)
+        for tier in list(counts):
+            cut = min(over, counts[tier])
+            counts[tier] -= cut
+            over -= cut
+        return {tier: count for tier, count in counts.items() if count}
 
     def sources(self, request: Request, tokens: int) -> dict[str, int]:
         """A hit's tokens by tier."""

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lmkv.server.client import Host, Unavailable
 
-from lmkv.errors import BadInput, LmkvError
+from lmkv import chunk
+from lmkv.errors import BadInput, LmkvError, Unavailable
 from lmkv.keys import NO_TENANT, ChunkKey
 from lmkv.pages import PagedKV
 from lmkv.rows import PageRows
+from lmkv.server.client import Host
 from lmkv.stats import Stats
 from lmkv.workers import Workers
 from lmkv_vllm import geometry
@@ -94,10 +95,11 @@ class Worker:
         self.spec, views, self.groups = geometry.describe(self.plan, self.cache, tensors)
         threads = self.options.copy_threads or min(4, os.cpu_count() or 1)
         self.host = Host(
-            self.options.socket, config=self.options.service(), spawn=self.options.spawn, linger=self.options.linger,
+            self.options.socket,
+            config=self.options.service(),
+            spawn=self.options.spawn,
             name=f"vllm worker {os.getpid()}",
-        )  # fmt: skip
-        from lmkv import chunk
+        )
 
         self.sizes = tuple(chunk.container_bytes(self.spec, g) for g in range(len(self.spec.groups)))
         try:
@@ -110,7 +112,8 @@ class Worker:
             from lmkv.cuda import CudaPagedKV, PinnedMemory
 
             self._pinned = PinnedMemory(self.device.get_device())
-            self._pinned.add(*self.host.region)
+            for region in self.host.regions():
+                self._pinned.add(*region)
             self.pages = CudaPagedKV(self.spec, views, self._pinned, keep=tensors, device=self.device.get_device())
         else:
             self.pages = PagedKV(self.spec, views, threads=threads, keep=tensors)
@@ -237,8 +240,7 @@ class Worker:
             for key, each in zip(keys[got : got + len(run)], run, strict=True):
                 nbytes += self.sizes[key.group]
                 if key.group == keys[0].group:
-                    tier = self.host.tiers[each.tier]
-                    tiers[tier] = tiers.get(tier, 0) + chunk_tokens
+                    tiers[each.tier] = tiers.get(each.tier, 0) + chunk_tokens
             got += len(run)
         if got == len(keys):
             return Loaded(load.request, load.stop, tiers, 0.0, nbytes)
