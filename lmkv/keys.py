@@ -202,7 +202,7 @@ class ChunkKeys:
     def from_digests(cls, digests: Sequence[bytes], chunk_tokens: int, tenant: bytes = NO_TENANT) -> ChunkKeys:
         """Keys that an engine computed: 32 bytes a chunk, each covering all tokens before it."""
         keys = cls(len(digests) * chunk_tokens, chunk_tokens, tenant)
-        if len(tenant) != len(NO_TENANT) or any(len(each) != DIGEST_BYTES for each in digests):
+        if len(tenant) != len(NO_TENANT) or set(map(len, digests)) - {DIGEST_BYTES}:
             raise BadInput("digests have 32 bytes each and a tenant has 8")
         keys._digests = list(digests)
         return keys

@@ -108,17 +108,14 @@ class Plan:
     @property
     def chunks(self) -> tuple[str, ...]:
         """Per chunk, the slowest tier that some part must come from; '' where nothing is needed of it any more."""
-        return tuple(self._tier(entry) for entry in self.entries)
+        return tuple(
+            "" if entry is None else self.names[place] for entry, place in zip(self.entries, self.places, strict=True)
+        )
 
-    def _tier(self, entry: Entry | None) -> str:
-        if entry is None:
-            return ""
-        have = 0
-        for name, mask in zip(self.names, entry.masks, strict=True):
-            have |= mask
-            if entry.any & ~have == 0:
-                return name
-        return ""
+    @property
+    def places(self) -> bytes:
+        """`chunks` as the tiers' numbers, 0 where nothing is needed."""
+        return bytes(map(_place, self.entries))
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -136,6 +133,17 @@ class Plan:
     def same_chunks(self, other: Plan) -> bool:
         """Both plans promise the same chunks."""
         return self.entries == other.entries
+
+
+def _place(entry: Entry | None) -> int:
+    if entry is None or entry.masks[0] == entry.any:
+        return 0
+    have = 0
+    for place, mask in enumerate(entry.masks):
+        have |= mask
+        if not entry.any & ~have:
+            return place
+    return 0
 
 
 def lookup(storage: StorageManager, scope: bytes, keys: ChunkKeys, need: Need) -> Plan:

@@ -2,12 +2,13 @@
 
     host = Host()
     host.register([container_bytes])
-    answer = host.lookup(Query("request-1", scope, digests, 256, need, lease=10.0), timeout=1.0)
+    answer = host.lookup(Query("request-1", scope, digests, 256, need, lease=10.0))
     for run in host.fetch(keys, sizes, timeout=5.0):
         ...                                         # copy out of each slot: the bytes lie in this process
 
-No call waits longer than its timeout. What fails raises Unavailable at once or in time, and a thread in the background
-finds the service again, or starts another. After fork the child's calls raise Unavailable("forked").
+No call waits longer than its timeout, one second where it has none. What fails raises Unavailable at once or in time,
+and a thread in the background finds the service again, or starts another. After fork the child's calls raise
+Unavailable("forked").
 """
 
 from __future__ import annotations
@@ -20,26 +21,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmkv.config import Config
-from lmkv.errors import LmkvError, Unavailable
-from lmkv.keys import ChunkKey
+from lmkv.errors import BadInput, ConfigError, LmkvError, Unavailable
+from lmkv.keys import DIGEST_BYTES, SCOPE_BYTES, ChunkKey
 from lmkv.plan import Need
 from lmkv.server import election
 from lmkv.server import protocol as wire
 from lmkv.server.link import Channel, Dialer, Fetched, Link, Reserved, register
 from lmkv.server.service import settings_text
 
+__all__ = ["Answer", "Fetched", "Host", "Query", "Reserved", "Unavailable"]
+
 log = logging.getLogger(__name__)
-CALL = 1.0  # seconds a call may take where its caller does not say
-RECONNECT = 10.0
-LONGEST_DELAY = 5.0
+CALL = 1.0
+RECONNECT, LONGEST_DELAY = 10.0, 5.0
 SHARE = 0.9  # of a call's timeout, for the service to answer in an orderly way
 BATCH = 256
+LOST = ("lost", "", b"", 0)
 
 _HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()
 
@@ -47,7 +51,7 @@ _HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()
 @dataclass(frozen=True)
 class Query:
     """A lookup. digests: 32 bytes for each chunk of the prompt. lease: seconds to keep what is found for ``owner``,
-    0 for none. first: chunks the caller has itself, which are neither leased nor counted by tier.
+    0 for none. first: chunks the caller has itself, which need no lease.
     """
 
     owner: str
@@ -58,41 +62,60 @@ class Query:
     lease: float = 0.0
     first: int = 0
 
+    def ask(self) -> wire.Ask:
+        """As it travels. BadInput."""
+        if len(self.scope) != SCOPE_BYTES or len(self.digests) % DIGEST_BYTES:
+            raise BadInput(f"a scope of {len(self.scope)} bytes, {len(self.digests)} bytes of digests")
+        growing, trailing = wire.pack_need(self.need)
+        lease = wire.seconds(self.lease)
+        return wire.Ask(
+            self.owner, self.scope, self.digests, self.chunk_tokens, growing, trailing, lease, self.first
+        )  # fmt: skip
+
 
 class Answer(NamedTuple):
-    """chunks: how many can be restored, from the start. tiers: those past ``first``, by the slowest tier each needs.
-    reason: why it ends there."""
+    """places: for each chunk that can be restored, from the first on, the number (in `Host.tiers`) of the slowest tier
+    it needs. reason: why it ends there."""
 
-    chunks: int
-    tiers: dict[str, int]
+    places: bytes
     reason: str
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks can be restored."""
+        return len(self.places)
 
 
 class Host:
     """This process's view of the host service. Thread-safe.
 
-    socket: its path, by default ``$XDG_RUNTIME_DIR/lmkv/server.sock`` or ``/tmp/lmkv-<uid>/server.sock``. config: what
-    a service is started with if none runs. spawn: start one. name: of this client, for people.
+    socket: its path, by default ``$XDG_RUNTIME_DIR/lmkv/server.sock`` or ``/tmp/lmkv-<uid>/server.sock``. config, and
+    over it linger: what a service is started with if none runs. spawn: start one. name: of this client, for people.
     """
 
-    def __init__(self, socket: str = "", *, config: Config | None = None, spawn: bool = True, name: str = "") -> None:
+    def __init__(
+        self, socket: str = "", *, config: Config | None = None, spawn: bool = True, linger: float | None = None,
+        name: str = "",
+    ) -> None:  # fmt: skip
         self.config = config or Config.load()
+        if linger is not None:
+            self.config = self.config.override(linger=linger)
         settings = self.config.model_dump_json(exclude_unset=True)
         self._dialer = Dialer(election.socket_path(socket), name or f"process {os.getpid()}", settings)
         self._spawn = spawn
         self._sizes: set[int] = set()
-        self._link: Link | None = None
+        self._link: Link | None = None  # None while unavailable
         self._last: Link | None = None
         self._why = "not registered"
         self._cursors: dict[bytes, tuple[str, int]] = {}
-        self._queue: deque[tuple[wire.Ask, Future[Answer]] | str | int] = deque()
+        self._queue: deque[tuple[wire.Ask, Future[Answer]] | str | bytes | Reserved] = deque()
         self._changed = threading.Condition()
         self._connecting = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._started = self._forked = self._closed = False
+        self._threads: dict[str, threading.Thread] = {}
+        self._forked = self._closed = False
         _HOSTS.add(self)
 
-    # What it is connected to.
+    # The service.
 
     @property
     def available(self) -> bool:
@@ -101,7 +124,7 @@ class Host:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers, host memory first; empty before `register`."""
+        """Names of the tiers, host memory first; empty before a service was found."""
         return self._last.tiers if self._last else ()
 
     @property
@@ -109,129 +132,122 @@ class Host:
         """Of the service last registered with; another one has another."""
         return self._last.server if self._last else ""
 
-    def regions(self) -> list[tuple[int, int]]:
-        """(address, bytes) of the arena in this process, for pinning; another one after a change of `server_id`."""
-        return [(self._last.memory.address, self._last.memory.nbytes)] if self._last else []
+    @property
+    def region(self) -> tuple[int, int]:
+        """(address, bytes) of the arena in this process, another one with every `server_id`; zeros before."""
+        return (self._last.memory.address, self._last.memory.nbytes) if self._last else (0, 0)
 
     def register(self, sizes: Sequence[int], timeout: float = 20.0) -> None:
         """Connect, starting a service if needed, and say which container sizes will be used; may be called again.
 
-        ConfigError: the service cannot take such containers, or speaks another version. Unavailable: anything else.
+        ConfigError: the service cannot take them, or speaks another version. Unavailable: none could be reached; it
+        will be tried again in the background.
         """
         self._check()
-        self._sizes |= set(sizes)
-        self._connect(time.monotonic() + timeout)
-        with self._changed:
-            if not self._started:
-                self._started = True
-                self._start(self._pump, "lmkv-host")
-                self._start(self._reconnect, "lmkv-host-reconnect")
+        before, self._sizes = self._sizes, self._sizes | set(sizes)
+        try:
+            self._connect(time.monotonic() + timeout)
+        except ConfigError:
+            self._sizes = before
+            raise
+        finally:
+            if self._sizes:
+                self._start("lmkv-host", self._pump)
+                self._start("lmkv-host-reconnect", self._reconnect)
 
-    def _start(self, target: Any, name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _start(self, name: str, target: Callable[[], None]) -> None:
+        with self._changed:
+            if name not in self._threads:
+                self._threads[name] = threading.Thread(target=target, name=name, daemon=True)
+                self._threads[name].start()
 
     def _connect(self, deadline: float) -> None:
         if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Unavailable("still connecting")
         try:
             before, huge = self._last, self.config.cpu.huge_pages
-            channel, welcome = self._dialer.dial(deadline, self._spawn)
+            channel, server = self._dialer.dial(deadline, self._spawn)
             try:
-                link = register(
-                    self._dialer, channel, welcome.server, sorted(self._sizes), huge, before, deadline
-                )  # fmt: skip
-            except OSError as error:
+                link = register(self._dialer, channel, server, sorted(self._sizes), huge, before, deadline)
+                with self._changed:
+                    if self._closed:
+                        raise Unavailable("closed")
+                    link.idle.append(channel)
+                    self._link = self._last = link
+            except BaseException as error:
                 channel.close()
-                raise Unavailable(f"the host service did not register this client: {error}") from None
-            except BaseException:
-                channel.close()
+                if isinstance(error, OSError):
+                    raise Unavailable(f"the host service did not register this client: {error}") from None
                 raise
-            with self._changed:
-                if self._closed:
-                    channel.close()
-                    raise Unavailable("closed")
-                link.idle.append(channel)
-                self._link = self._last = link
-                if link is not before:
-                    if before:
-                        before.stopped.set()
-                    if self.config.cpu.touch:
-                        self._start(link.touch, "lmkv-host-touch")
-            if link is not before:
-                self._compare(link)
         finally:
             self._connecting.release()
+        if link is not before:
+            if before:
+                before.stopped.set()
+            if self.config.cpu.touch:
+                self._start(f"lmkv-host-touch-{link.server}", link.touch)
+            self._compare(link.settings)
 
-    def _compare(self, link: Link) -> None:
+    def _compare(self, settings: str) -> None:
         """Warn where the service runs with other settings than ours."""
-        theirs = dict(line.partition("=")[::2] for line in link.settings.splitlines())
-        ours = dict(line.partition("=")[::2] for line in settings_text(self.config).splitlines())
-        differ = [f"{key} is {theirs.get(key, 'unset')}, not {ours.get(key, 'unset')}"
-                  for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]  # fmt: skip
+        theirs, ours = (
+            dict(line.partition("=")[::2] for line in text.splitlines())
+            for text in (settings, settings_text(self.config))
+        )
+        differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         if differ:
-            log.warning("the host service at %s keeps the settings of who came first: %s", self._dialer.path,
-                        "; ".join(differ))  # fmt: skip
-
-    def _lose(self, link: Link, error: Exception) -> Unavailable:
-        """A call failed: whatever comes next waits for a new connection. Returns what to raise."""
-        why = "the host service does not answer" if isinstance(error, TimeoutError) else f"host service: {error}"
-        with self._changed:
-            if self._link is link and not self._forked:
-                self._link, self._why = None, why
-                while link.idle:
-                    link.idle.pop().close()
-                self._changed.notify_all()
-        return Unavailable(why)
+            texts = (f"{key} is {theirs.get(key, 'not set')}, not {ours.get(key, 'set')}" for key in differ)
+            log.warning("the host service keeps its first client's settings: %s", "; ".join(texts))
 
     def _reconnect(self) -> None:
-        while True:
+        while not self._closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._link is None or self._closed)
                 # Clients lose a service together; not all need to start the next one.
                 self._changed.wait_for(lambda: self._closed, random.uniform(0, 0.2))  # noqa: S311
             delay = 0.1
-            while not (self._closed or self._try_again()):
+            while not (self._closed or self._reconnected()):
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, delay)
                 delay = min(2 * delay, LONGEST_DELAY)
-            if self._closed:
-                return
 
-    def _try_again(self) -> bool:
+    def _reconnected(self) -> bool:
         try:
             self._connect(time.monotonic() + RECONNECT)
         except (LmkvError, OSError) as error:
             self._why = str(error)
         return self._link is not None
 
-    def _check(self) -> Link | None:
+    # Calls.
+
+    def _check(self) -> None:
         if self._forked or self._closed:
             raise Unavailable("forked" if self._forked else "closed")
-        return self._link
 
     def _current(self) -> Link:
-        link = self._check()
+        self._check()
+        link = self._link
         if link is None:
             raise Unavailable(self._why)
         return link
 
     def _call(self, request: wire.Message, timeout: float = CALL, link: Link | None = None) -> Any:
-        link = link or self._current()
-        deadline = time.monotonic() + timeout
+        """One request and its reply; over ``link``, if given, or not at all."""
+        current, deadline = self._current(), time.monotonic() + timeout
+        if link not in (None, current):
+            raise Unavailable(self._why or "another host service has taken over")
         channel: Channel | None = None
         try:
-            channel = link.take(deadline)
+            channel = current.take(deadline)
             channel.send(request, deadline)
             reply = channel.recv(deadline)
         except BaseException as error:
             if channel:
                 channel.close()
             if isinstance(error, OSError):
-                raise self._lose(link, error) from None
+                raise self._lose(current, error) from None
             raise
-        self._give(link, channel)
+        self._give(current, channel)
         if isinstance(reply, wire.Refused):
             raise Unavailable(reply.message)
         return reply
@@ -243,120 +259,125 @@ class Host:
                 return
         channel.close()
 
+    def _lose(self, link: Link, error: OSError) -> Unavailable:
+        """A call failed: what comes next waits for a new connection. Returns what to raise."""
+        if self._forked:
+            return Unavailable("forked")
+        why = "the host service does not answer" if isinstance(error, TimeoutError) else f"host service: {error}"
+        with self._changed:
+            if self._link is link:
+                self._link, self._why = None, why
+                while link.idle:
+                    link.idle.pop().close()
+                self._changed.notify_all()
+        return Unavailable(why)
+
     # Lookup.
+
+    def lookup(self, query: Query, timeout: float = CALL) -> Answer:
+        """Ask now. Unavailable."""
+        return _answers(self._call(wire.Lookup([query.ask()]), timeout))[0]
 
     def lookup_later(self, query: Query) -> Future[Answer]:
         """Never blocks: what is asked while an answer is awaited goes in one message. Unavailable in the future."""
         future: Future[Answer] = Future()
         try:
             self._current()
-            with self._changed:
-                self._queue.append((_ask(query), future))
-                self._changed.notify_all()
+            self._later((query.ask(), future))
         except Unavailable as error:
             future.set_exception(error)
         return future
 
-    def lookup(self, query: Query, timeout: float = CALL) -> Answer:
-        """Ask now. Unavailable."""
-        return _answers(self._call(wire.Lookup([_ask(query)]), timeout))[0]
-
     def release(self, *owners: str) -> None:
-        """End their leases, soon; never blocks and never fails: a lease that is not heard of ends in time."""
+        """End their leases, soon; never blocks and never fails: a lease also ends by itself."""
         self._later(*owners)
 
-    def _later(self, *items: str | int) -> None:
+    def _later(self, *items: tuple[wire.Ask, Future[Answer]] | str | bytes | Reserved) -> None:
         if not (self._forked or self._closed):
             with self._changed:
                 self._queue.extend(items)
                 self._changed.notify_all()
 
     def _pump(self) -> None:
-        """Send what was queued, in order, as few messages as that takes."""
+        """Send what was queued, in order, in as few messages as that takes."""
         while True:
+            batch: list[Any] = []
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)
-                batch: list[Any] = []
                 while self._queue and len(batch) < BATCH and type(self._queue[0]) is type((batch or self._queue)[0]):
                     batch.append(self._queue.popleft())
-                if not batch:
-                    return
-            self._send(batch)
+            if not batch:
+                return
+            if isinstance(batch[0], tuple):
+                batch = [item for item in batch if item[1].set_running_or_notify_cancel()]
+            try:
+                self._send(batch)
+            except Exception as error:
+                for item in batch:
+                    if isinstance(item, tuple):
+                        item[1].set_exception(error)
+                    elif isinstance(item, Reserved):
+                        item.link.back([item.number], known=False)
+            del batch
 
     def _send(self, batch: list[Any]) -> None:
-        last = self._last
-        if isinstance(batch[0], tuple):
-            batch = [(ask, future) for ask, future in batch if future.set_running_or_notify_cancel()]
-        try:
-            if isinstance(batch[0], str):
+        match batch:
+            case [str(), *_]:
                 self._call(wire.Release(batch))
-            elif isinstance(batch[0], int):
-                self._call(wire.LetGo(batch))
-            else:
+            case [Reserved(), *_]:
+                self._call(wire.LetGo([each.number for each in batch]))
+            case [bytes(), *_]:
+                for scope in batch:
+                    self._call(wire.Clear(scope, False))
+            case [tuple(), *_]:
                 answers = _answers(self._call(wire.Lookup([ask for ask, _ in batch])))
                 for (_, future), answer in zip(batch, answers, strict=True):
                     future.set_result(answer)
-        except Exception as error:
-            for item in batch:
-                if isinstance(item, tuple):
-                    item[1].set_exception(error)
-                elif isinstance(item, int) and last:
-                    last.back([item], known=False)
 
     # Reading.
 
-    def fetch(
-        self, keys: Sequence[ChunkKey], sizes: Sequence[int], timeout: float
-    ) -> Iterator[list[Fetched] | str]:  # fmt: skip
+    def fetch(self, keys: Sequence[ChunkKey], sizes: Sequence[int], timeout: float) -> Iterator[list[Fetched] | str]:
         """Bring containers into host memory and lend them: runs of consecutive ``keys``, in order.
 
         A run may be read until the iterator is advanced or closed. If not all can be had, the reason comes last, a
-        string. sizes: bytes of each once decoded, as registered. Unavailable while iterating: the runs before it were
-        good, and the last one still is until it is let go.
+        string. sizes: bytes of each once decoded, as registered. Unavailable while iterating: the runs before were
+        good.
         """
-        link = self._current()
-        deadline = time.monotonic() + timeout
-        (number,) = link.numbers(1)
+        link, deadline = self._current(), time.monotonic() + timeout
+        (number,) = self._dialer.numbers(1)
+        link.out.add(number)
         channel: Channel | None = None
         known, at, reason = False, 0, ""
         try:
             channel = link.take(deadline)
-            channel.send(wire.Fetch(number, wire.pack_keys(keys), list(sizes), SHARE * timeout), deadline)
+            request = wire.Fetch(number, wire.pack_keys(keys), list(sizes), wire.seconds(SHARE * timeout))
+            channel.send(request, deadline)
             while isinstance(reply := channel.recv(deadline), wire.Run):
-                run = [
-                    Fetched(link.memory.address + offset, sizes[at + i], link.tiers[tier], link)
-                    for i, (offset, tier) in enumerate(reply.slots)
-                ]
-                at += len(run)
-                try:
-                    yield run
-                except GeneratorExit:
-                    self._finish(channel)
-                    self._give(link, channel)
-                    known, channel = True, None
-                    raise
-                if time.monotonic() >= deadline and at < len(keys):
-                    reply, reason = self._finish(channel), "timeout"
+                places = zip(reply.slots, sizes[at:], strict=False)
+                base, at = link.memory.address, at + len(reply.slots)
+                yield [Fetched(base + offset, nbytes, tier, link) for (offset, tier), nbytes in places]
+                if at < len(keys) and time.monotonic() >= deadline:
+                    reason, reply = "timeout", _finish(channel)
                     break
-                channel.send(wire.Ack(True), max(deadline, time.monotonic() + CALL))
+                channel.send(wire.Ack(True), time.monotonic() + CALL)
+                deadline = max(deadline, time.monotonic() + CALL) if at == len(keys) else deadline
             if not isinstance(reply, wire.End):
                 raise ConnectionError(f"{type(reply).__name__} instead of a run")
-            self._give(link, channel)
-            known, channel = True, None
+            known, reason = True, reason or reply.reason
+        except GeneratorExit:
+            with suppress(OSError):
+                known = channel is not None and isinstance(_finish(channel), wire.End)
+            raise
         except OSError as error:
             raise self._lose(link, error) from None
         finally:
-            if channel:
-                channel.close()
             link.back([number], known)
-        if reason := reason or reply.reason:
+            if channel and known:
+                self._give(link, channel)
+            elif channel:
+                channel.close()
+        if reason:
             yield reason
-
-    def _finish(self, channel: Channel) -> Any:
-        """Let a run go and want no more."""
-        deadline = time.monotonic() + CALL
-        channel.send(wire.Ack(False), deadline)
-        return channel.recv(deadline)
 
     # Writing.
 
@@ -368,19 +389,18 @@ class Host:
         """
         if not items:
             return []
-        link = self._current()
-        numbers = link.numbers(len(items))
+        link, numbers = self._current(), self._dialer.numbers(len(items))
         keys, sizes = wire.pack_keys([key for key, _ in items]), [nbytes for _, nbytes in items]
         try:
-            reply = self._call(wire.Reserve(owner, numbers[0], keys, sizes, timeout), CALL, link)
+            reply = self._call(wire.Reserve(owner, numbers[0], keys, sizes, wire.seconds(timeout)), CALL, link)
         except BaseException:
             link.back(numbers, known=False)
             raise
-        got: list[Reserved | str] = []
-        for number, nbytes, slot in zip(numbers, sizes, reply.slots, strict=True):
-            got.append(slot if isinstance(slot, str) else Reserved(link.memory.address + slot, nbytes, number, link))
-            if isinstance(slot, str):
-                link.back([number], known=True)
+        got = [
+            slot if isinstance(slot, str) else Reserved(link.memory.address + slot, nbytes, number, link)
+            for number, nbytes, slot in zip(numbers, sizes, reply.slots, strict=True)
+        ]
+        link.out.update(each.number for each in got if isinstance(each, Reserved))
         return got
 
     def commit(self, reserved: Sequence[Reserved], masks: Sequence[int] = (), expires: int = 0) -> list[bool]:
@@ -389,27 +409,29 @@ class Host:
         expires: unix seconds, 0 never. False: it came too late, or the service is another by now. Unavailable: it is
         not known whether they were published. In any case none may be touched any more.
         """
-        link = self._check() or self._last
-        mine = [(each, mask) for each, mask in zip(reserved, masks or [0] * len(reserved), strict=True)
-                if each.link is link]  # fmt: skip
-        done: dict[int, bool] = {}
+        self._check()
+        link = self._last
+        mine = [(n, each) for n, each in enumerate(reserved) if each.link is link]
+        done = [False] * len(reserved)
         if link and mine:
-            numbers, packed = [each.number for each, _ in mine], [wire.to_bytes(mask) for _, mask in mine]
+            numbers = [each.number for _, each in mine]
+            packed = [wire.to_bytes(masks[n] if masks else 0) for n, _ in mine]
+            known = False
             try:
-                reply = self._call(wire.Commit(numbers, packed, expires))
-            except BaseException:
-                link.back(numbers, known=False)
-                raise
-            link.back(numbers, known=True)
-            done = dict(zip(numbers, reply.done, strict=True))
-        return [each.link is link and done[each.number] for each in reserved]
+                reply = self._call(wire.Commit(numbers, packed, expires), CALL, link)
+                known = True
+            finally:
+                link.back(numbers, known)
+            for (n, _), published in zip(mine, reply.done, strict=True):
+                done[n] = published
+        return done
 
     def abort(self, reserved: Sequence[Reserved]) -> None:
         """Give slots back unfilled; harmless after commit. Never blocks and never fails."""
-        for each in reserved:
-            if each.link is self._last and each.number in each.link.out:
-                each.link.back([each.number], known=True)
-                self._later(each.number)
+        mine = [each for each in reserved if each.number in each.link.out]
+        for each in mine:
+            each.link.out.discard(each.number)
+        self._later(*mine)
 
     # The rest.
 
@@ -420,76 +442,76 @@ class Host:
 
     def clear(self, scope: bytes) -> int:
         """Remove every chunk of a scope; returns how many there were. Waits for a scan at start to end."""
-        return int(self._call(wire.Clear(scope), self.config.operation_timeout + CALL).count)
+        return int(self._call(wire.Clear(scope, True), self.config.operation_timeout + CALL).count)
+
+    def clear_later(self, scope: bytes) -> None:
+        """The same in the background; never blocks and never fails, and may be forgotten with the service."""
+        self._later(scope)
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was committed is in every tier that takes it, or was given up; False: not in time."""
-        return bool(self._call(wire.Flush(SHARE * timeout), timeout).count)
+        return bool(self._call(wire.Flush(wire.seconds(SHARE * timeout)), timeout).count)
 
     def events(self, scope: bytes) -> list[tuple[str, str, bytes, int]]:
         """What changed since the last call: (stored, removed or cleared; tier; digest; group), in order.
 
-        The first call subscribes. ("lost", "", b"", 0) comes first when changes in between are missing: too many, or
-        another service.
+        The first call subscribes. LOST comes first when changes are missing: too many, or another service.
         """
         link = self._current()
         server, cursor = self._cursors.get(scope, (link.server, 0))
         moved = server != link.server
         reply = self._call(wire.Events(scope, 0 if moved else cursor), CALL, link)
         self._cursors[scope] = (link.server, reply.cursor)
-        lost = [("lost", "", b"", 0)] if moved or reply.lost else []
-        return lost + [(kind, link.tiers[tier], digest, group) for kind, tier, digest, group in reply.events]
+        found = [(kind, link.tiers[tier], digest, group) for kind, tier, digest, group in reply.events]
+        return [LOST, *found] if moved or reply.lost else found
 
     def close(self) -> None:
         """Let go of everything and disconnect. What was handed out and is still in use stays mapped, and is the
         service's to take back when this process ends."""
-        link = None if self._forked else self._link
-        if link and not link.out:
-            try:
+        link = self._link
+        if link and not link.out and not self._forked:
+            with suppress(OSError):
                 channel = link.take(time.monotonic() + CALL)
                 channel.send(wire.Bye(), time.monotonic() + CALL)
                 channel.close()
-            except OSError:
-                pass  # then it will notice
         self._stop()
 
     def _stop(self) -> None:
+        if self._forked:
+            return
         with self._changed:
-            self._closed = True
-            self._link = None
+            self._closed, self._link = True, None
             self._changed.notify_all()
         for channel in list(self._dialer.open):
             channel.shutdown()
         if self._last:
             self._last.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(CALL)
-
-
-def _ask(query: Query) -> wire.Ask:
-    growing, trailing = wire.pack_need(query.need)
-    return wire.Ask(
-        query.owner, query.scope, query.digests, query.chunk_tokens, growing, trailing, query.lease, query.first
-    )
+        for thread in self._threads.values():
+            thread.join(CALL)
 
 
 def _answers(reply: Any) -> list[Answer]:
-    return [Answer(each.chunks, dict(each.tiers), each.reason) for each in reply.found]
+    return [Answer(each.places, each.reason) for each in reply.found]
+
+
+def _finish(channel: Channel) -> wire.Reply:
+    """Let a run go and want no more. OSError."""
+    deadline = time.monotonic() + CALL
+    channel.send(wire.Ack(False), deadline)
+    return channel.recv(deadline)
 
 
 def _after_fork() -> None:
     for host in _HOSTS:
         host._forked = True
         for channel in list(host._dialer.open):
-            channel.close()  # the parent's own stay open: a word from here would be taken for the parent's
+            channel.close()  # or the child's words would be taken for the parent's
 
 
 def _at_exit() -> None:
     """A thread inside a native call must not meet the end of the interpreter; no Bye, since copies may still run."""
     for host in list(_HOSTS):
-        if not host._forked:
-            host._stop()
+        host._stop()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -131,7 +131,7 @@ class Connection:
             self.channel.send(wire.Refused("server", text))
             return None
         session = self.service.join(self, hello)
-        self.channel.send(wire.Welcome(wire.VERSION, self.service.name, self.service.pid))
+        self.channel.send(wire.Welcome(wire.VERSION, self.service.name))
         return session
 
     def _answer(self, session: Session, message: wire.Request) -> None:
@@ -164,7 +164,10 @@ class Connection:
             case wire.LetGo():
                 return wire.Done(session.let_go(message.numbers))
             case wire.Clear():
-                return wire.Done(storage.clear(lambda entry: entry.scope == message.scope, scope=message.scope))
+                clearing = storage.calls.submit(
+                    storage.clear, lambda entry: entry.scope == message.scope, None, message.scope
+                )
+                return wire.Done(clearing.result() if message.wait else 0)
             case wire.Flush():
                 return wire.Done(int(storage.flush(message.timeout)))
             case wire.Events():
@@ -197,12 +200,7 @@ class Connection:
         storage.stats.add("hit_tokens", plan.tokens)
         if ask.lease:
             plan = self._lease(storage, session.prefix + ask.owner, plan, ask)
-        counts = dict.fromkeys(storage.names, 0)
-        for name in plan.chunks[ask.first :]:
-            if name:
-                counts[name] += 1
-        tiers = [(name, count) for name, count in counts.items() if count]
-        return wire.Found(len(plan.entries), tiers, plan.reason)
+        return wire.Found(plan.places, plan.reason)
 
     def _lease(self, storage: StorageManager, owner: str, plan: Plan, ask: wire.Ask) -> Plan:
         """Keep what the plan adds to the chunks the client has itself; the plan may become shorter."""

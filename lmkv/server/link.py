@@ -1,4 +1,4 @@
-"""A client's tie to one running service: the arena as it lies in this process, and the connections to it."""
+"""A client's tie to one running service: the arena as it lies in this process, and connections to it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,24 @@ TRIES = 3
 
 
 class Dialer:
-    """How this process reaches the service, and everything it has open to it."""
+    """How this process reaches the service: everything it has open to it, and numbers nothing else has had."""
 
     def __init__(self, path: str, name: str, settings: str) -> None:
         self.path, self.name, self.settings = path, name, settings
         self.session = secrets.token_bytes(16)
         self.open: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._next = 0
+        self._lock = threading.Lock()
 
-    def dial(self, deadline: float, spawn: bool) -> tuple[Channel, wire.Welcome]:
-        """A connection that was greeted; ``spawn`` starts a service where none listens. Unavailable, ConfigError."""
+    def numbers(self, count: int) -> range:
+        """``count`` fresh numbers for slots."""
+        with self._lock:
+            self._next += count
+            return range(self._next - count, self._next)
+
+    def dial(self, deadline: float, spawn: bool) -> tuple[Channel, str]:
+        """A greeted connection and the service's id; ``spawn`` starts one where none listens. Unavailable,
+        ConfigError."""
         for _ in range(TRIES):
             try:
                 channel = Channel(election.dial(self.path, deadline), wire.Reply)
@@ -46,14 +55,13 @@ class Dialer:
             try:
                 channel.send(wire.Hello(wire.VERSION, self.session, self.name), deadline)
                 reply = channel.recv(deadline)
-            except TimeoutError:
+            except OSError as error:
                 channel.close()
-                raise Unavailable("the host service does not answer") from None
-            except OSError:
-                channel.close()  # it is ending: the next try waits for its successor
-                continue
+                if isinstance(error, TimeoutError):
+                    raise Unavailable("the host service does not answer") from None
+                continue  # it is ending: the next try waits for its successor
             if isinstance(reply, wire.Welcome):
-                return channel, reply
+                return channel, reply.server
             channel.close()
             if isinstance(reply, wire.Refused):
                 raise ConfigError(reply.key, reply.message)
@@ -62,7 +70,7 @@ class Dialer:
 
 @dataclass(eq=False)
 class Link:
-    """One registered service. ``lost``: numbers of slots that are not touched here but of which it may not know."""
+    """One registered service. out: numbers of slots in use here. lost: of slots that are not, unknown to it."""
 
     dialer: Dialer
     server: str
@@ -73,45 +81,36 @@ class Link:
     out: set[int] = field(default_factory=set)
     lost: list[int] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
-    _next: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, deadline: float) -> Channel:
         """An idle connection, or a new one. OSError: there is none, or it is to another service by now."""
         with suppress(IndexError):
             return self.idle.pop()
         try:
-            channel, welcome = self.dialer.dial(deadline, spawn=False)
+            channel, server = self.dialer.dial(deadline, spawn=False)
         except (Unavailable, ConfigError) as error:
             raise ConnectionError(str(error)) from None
-        if welcome.server != self.server:
+        if server != self.server:
             channel.close()
             raise ConnectionError("another host service has taken over")
         return channel
 
-    def numbers(self, count: int) -> range:
-        """``count`` numbers never used before in this session; they count as handed out."""
-        with self._lock:
-            first = self._next
-            self._next += count
-            self.out.update(range(first, self._next))
-        return range(first, first + count)
-
     def back(self, numbers: Iterable[int], known: bool) -> None:
-        """These slots are not touched here any more; ``known``: the service knows."""
-        with self._lock:
-            numbers = list(numbers)
-            self.out.difference_update(numbers)
-            self.lost += [] if known else numbers
+        """These slots are not in use here any more; ``known``: and the service knows."""
+        numbers = list(numbers)
+        self.out.difference_update(numbers)
+        if not known:
+            self.lost.extend(numbers)
 
-    def take_lost(self) -> list[int]:
-        """The lost numbers, which the caller now tells of."""
-        with self._lock:
-            lost, self.lost = self.lost[: wire.MAX_ITEMS], self.lost[wire.MAX_ITEMS :]
-            return lost
+    def tell(self, channel: Channel, deadline: float) -> None:
+        """Tell the service what was lost. OSError."""
+        while lost := self.lost[: wire.MAX_ITEMS]:
+            channel.send(wire.LetGo(lost), deadline)
+            channel.recv(deadline)
+            del self.lost[: len(lost)]
 
     def close(self) -> None:
-        """Close idle connections. The arena stays mapped while anything of it is in use."""
+        """Close idle connections and stop touching. The arena stays mapped while anything of it is referred to."""
         self.stopped.set()
         while self.idle:
             self.idle.pop().close()
@@ -125,9 +124,16 @@ class Link:
                 self.memory.touch(start, min(start + STEP, self.memory.nbytes))
 
 
-def register(dialer: Dialer, channel: Channel, server: str, sizes: Sequence[int], huge: bool, before: Link | None,
-             deadline: float) -> Link:  # fmt: skip
-    """The link to a greeted service; ``before`` itself if it was to the same one. OSError, ConfigError."""
+def register(
+    dialer: Dialer,
+    channel: Channel,
+    server: str,
+    sizes: Sequence[int],
+    huge: bool,
+    before: Link | None,
+    deadline: float,
+) -> Link:
+    """The link to a greeted service; ``before`` itself if it was to the same. OSError, ConfigError, Unavailable."""
     channel.send(wire.Register(list(sizes)), deadline)
     reply, fd = channel.recv_fd(deadline)
     try:
@@ -135,27 +141,24 @@ def register(dialer: Dialer, channel: Channel, server: str, sizes: Sequence[int]
             raise ConfigError(reply.key, reply.message)
         if not isinstance(reply, wire.Registered) or fd is None:
             raise ConnectionError("no arena came with the answer")
-        link = before
-        if link is None or link.server != server:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise ConnectionError("the arena's file is not sealed")
-            try:
-                memory = _native.Slab(reply.arena_bytes, huge, fd)
-            except MemoryError:
-                raise Unavailable(f"{reply.arena_bytes} bytes of the arena cannot be mapped") from None
-            link = Link(dialer, server, tuple(reply.tiers), reply.settings, memory)
+        if before is not None and before.server == server:
+            before.tell(channel, deadline)
+            return before
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise ConnectionError("the arena's size is not sealed")
+        return Link(
+            dialer, server, tuple(reply.tiers), reply.settings, _native.Slab(reply.arena_bytes, huge, fd)
+        )  # fmt: skip
+    except MemoryError:
+        raise Unavailable("the arena cannot be mapped") from None
     finally:
         if fd is not None:
             os.close(fd)
-    while lost := link.take_lost():
-        channel.send(wire.LetGo(lost), deadline)
-        channel.recv(deadline)
-    return link
 
 
 @dataclass(eq=False)
 class Reserved:
-    """A slot to fill: ``nbytes`` from ``address`` on, ours until committed or aborted."""
+    """A slot to fill: ``nbytes`` from ``address`` on, ours until committed or aborted, mapped while this lives."""
 
     address: int
     nbytes: int
@@ -163,17 +166,17 @@ class Reserved:
     link: Link = field(repr=False)
 
     def view(self, nbytes: int | None = None) -> memoryview:
-        """The first ``nbytes`` (default: all), writable; valid while this object lives and is not committed."""
+        """The first ``nbytes`` (default: all)."""
         return _native.memory(self.address, self.nbytes if nbytes is None else nbytes)
 
 
 @dataclass(eq=False)
 class Fetched:
-    """A container in host memory to copy from, until its run is over. tier: the name of where it came from."""
+    """A container to copy from until its run is over. tier: the number of where it came from."""
 
     address: int
     nbytes: int
-    tier: str
+    tier: int
     link: Link = field(repr=False)
 
     def view(self, nbytes: int | None = None) -> memoryview:

@@ -20,12 +20,13 @@ from msgspec import Meta, Struct
 
 from lmkv.errors import BadInput
 from lmkv.index import MAX_SHARDS
-from lmkv.keys import ChunkKey
+from lmkv.keys import DIGEST_BYTES, ChunkKey
 from lmkv.plan import Need, Trailing
 
 VERSION = 1
 MAX_FRAME = 16 << 20
 MAX_ITEMS = 1 << 16
+DAY = 86400
 PIECE = 1 << 18
 FOREVER = math.inf
 
@@ -33,30 +34,29 @@ _KEY = struct.Struct("<16s8s32s8sIHH")
 _HEAD = struct.Struct("<I")
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
-Id = Annotated[int, Meta(ge=0, lt=2**53)]
+Number = Annotated[int, Meta(ge=0, lt=2**53)]
+Numbers = Annotated[list[Number], Meta(max_length=MAX_ITEMS)]
 Bytes = Annotated[int, Meta(ge=1, lt=2**48)]
-Seconds = Annotated[float, Meta(ge=0, le=86400)]
-Text = Annotated[str, Meta(max_length=1 << 16)]
+Sizes = Annotated[list[Bytes], Meta(max_length=MAX_ITEMS)]
+Seconds = Annotated[float, Meta(ge=0, le=DAY)]
 Name = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=1 << 16)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Digests = Annotated[bytes, Meta(max_length=MAX_ITEMS * 32)]
+Digests = Annotated[bytes, Meta(max_length=MAX_ITEMS * DIGEST_BYTES)]
 Keys = Annotated[bytes, Meta(max_length=MAX_ITEMS * _KEY.size)]
 Mask = Annotated[bytes, Meta(max_length=32)]  # of pages, little-endian
 Parts = Annotated[bytes, Meta(max_length=64 * MAX_SHARDS // 8)]  # of at most 64 groups, little-endian
-Ids = Annotated[list[Id], Meta(max_length=MAX_ITEMS)]
-Sizes = Annotated[list[Bytes], Meta(max_length=MAX_ITEMS)]
-Owners = Annotated[list[Name], Meta(max_length=MAX_ITEMS)]
 
 
 class Message(Struct, array_like=True, tag=True):
     """Base of all that travels."""
 
 
-# Requests.
+# Requests. A number is the client's own name for a slot it reserves or a fetch, never used twice.
 
 
 class Hello(Message):
-    """First on every connection. session: the client process's own random name for itself."""
+    """First on every connection. session: the random name that the client process gives itself."""
 
     version: int
     session: Token
@@ -78,7 +78,7 @@ class Tail(Struct, array_like=True):
 
 
 class Ask(Struct, array_like=True):
-    """One lookup: digests of a prompt's chunks, 32 bytes each; a lease for ``owner`` unless ``lease`` is 0."""
+    """A lookup: 32 bytes of digest for each chunk; growing and trailing: `lmkv.plan.Need`; lease 0: none."""
 
     owner: Name
     scope: Token
@@ -91,103 +91,95 @@ class Ask(Struct, array_like=True):
 
 
 class Lookup(Message):
-    """Many lookups at once."""
-
     asks: Annotated[list[Ask], Meta(max_length=4096)]
 
 
 class Release(Message):
-    """End leases."""
-
-    owners: Owners
+    owners: Annotated[list[Name], Meta(max_length=MAX_ITEMS)]
 
 
 class Fetch(Message):
-    """Answered by a Run for each run, each followed by an Ack from here, and an End. number: the client's own."""
+    """Answered by Runs, each to be followed by an Ack once it is not touched any more, and an End."""
 
-    number: Id
+    number: Number
     keys: Keys
     sizes: Sizes
     timeout: Seconds
 
 
 class Ack(Message):
-    """The run is not touched any more. more: go on."""
-
     more: bool
 
 
 class Reserve(Message):
-    """Slots to fill within ``timeout``. first: the client's number of the first; the others follow."""
+    """first: the number of the first slot, the others count on. timeout: to fill them in."""
 
     owner: Name
-    first: Id
+    first: Number
     keys: Keys
     sizes: Sizes
     timeout: Seconds
 
 
 class Commit(Message):
-    """Publish filled slots. masks: the pages each holds, empty for all. expires: unix seconds, 0 never."""
+    """masks: the pages each slot holds, empty for all. expires: unix seconds, 0 never."""
 
-    numbers: Ids
+    numbers: Numbers
     masks: Annotated[list[Mask], Meta(max_length=MAX_ITEMS)]
     expires: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class LetGo(Message):
-    """Reserved or fetched slots are not touched any more; those unknown or committed are passed over."""
+    """These are not touched any more; those unknown or committed are passed over."""
 
-    numbers: Ids
+    numbers: Numbers
 
 
 class Clear(Message):
-    """Remove all chunks of a scope."""
+    """Remove all chunks of a scope; without ``wait`` the answer comes before that is done."""
 
     scope: Token
+    wait: bool
 
 
 class Flush(Message):
-    """Wait until what is queued for lower tiers is written or given up."""
-
     timeout: Seconds
 
 
 class Events(Message):
-    """What changed in a scope since ``cursor``; the first call subscribes."""
+    """What changed in a scope since ``cursor``; 0 subscribes."""
 
     scope: Token
-    cursor: Id
+    cursor: Number
 
 
 class GetStats(Message):
-    """Counters and usage."""
+    pass
 
 
 class Bye(Message):
-    """This process touches nothing any more and goes."""
+    """This client touches nothing any more and goes; not answered."""
 
 
 # Replies.
 
 
 class Welcome(Message):
-    """server: 16 hex digits, another for every start."""
+    """server: 16 hex digits, others for every start."""
 
     version: int
     server: Name
-    pid: int
 
 
 class Refused(Message):
-    """Not done. key: the setting to change, if it is one."""
+    """key: the setting to change, if it is one."""
 
-    key: Text
+    key: Name
     message: Text
 
 
 class Registered(Message):
-    """Carries the arena's descriptor. settings: ``key=value`` lines of what the service was started with."""
+    """settings: what the service was started with, as ``key=value`` lines."""
 
     arena_bytes: Bytes
     tiers: list[Name]
@@ -195,27 +187,24 @@ class Registered(Message):
 
 
 class Found(Struct, array_like=True):
-    """chunks: restorable; tiers: how many of those past ``first`` come from which tier at the slowest."""
+    """places: for each chunk that can be restored, the number of the slowest tier it needs."""
 
-    chunks: Count
-    tiers: list[tuple[Name, Count]]
+    places: bytes
     reason: Name
 
 
 class Answers(Message):
-    """One a lookup."""
-
     found: list[Found]
 
 
 class Run(Message):
-    """Fetched slots as (offset in the arena, tier number)."""
+    """Offset in the arena and tier number of each slot."""
 
-    slots: list[tuple[Id, Count]]
+    slots: list[tuple[Number, Count]]
 
 
 class End(Message):
-    """No more runs; why, if not all were delivered."""
+    """reason: why not all was delivered, if it was not."""
 
     reason: Name
 
@@ -223,32 +212,26 @@ class End(Message):
 class Granted(Message):
     """Per item the slot's offset in the arena, or why there is none."""
 
-    slots: list[Id | Name]
+    slots: list[Number | Name]
 
 
 class Committed(Message):
-    """False: came too late."""
-
     done: list[bool]
 
 
 class Done(Message):
-    """count: what was done, where that is a number."""
-
     count: Count
 
 
 class Changes(Message):
-    """(kind, tier number, digest, group) in order. lost: some before these are missing."""
+    """(stored, removed or cleared; tier number; digest; group), in order. lost: some before these are missing."""
 
-    cursor: Id
+    cursor: Number
     lost: bool
     events: list[tuple[Name, Count, bytes, Count]]
 
 
 class Stats(Message):
-    """A tree of numbers and words."""
-
     values: dict[str, Any]
 
 
@@ -368,6 +351,11 @@ def to_bytes(mask: int) -> bytes:
 def to_mask(packed: bytes) -> int:
     """The mask of `to_bytes`."""
     return int.from_bytes(packed, "little")
+
+
+def seconds(value: float) -> float:
+    """A timeout as it may travel: from 0 to a day."""
+    return min(max(value, 0.0), DAY)
 
 
 def pack_need(need: Need) -> tuple[bytes, list[Tail]]:

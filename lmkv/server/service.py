@@ -36,7 +36,7 @@ class Service:
 
     def __init__(self, listener: socket.socket, config: Config) -> None:
         self.config, self.listener = config, listener
-        self.name, self.pid = secrets.token_hex(8), os.getpid()
+        self.name = secrets.token_hex(8)
         self.settings = settings_text(config)
         self.storage: StorageManager | None = None
         self.rings = Rings()
