@@ -54,6 +54,6 @@ class Options(BaseModel):
 
     def service(self) -> Config:
         """The configuration of a service started here; the environment's ``LMKV_*`` variables count too."""
-        names = ("cpu_budget", "tiers", "linger")
+        names = ("cpu_budget", "tiers")
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return Config.load(self.config or None, **given)

@@ -22,7 +22,6 @@ from lmkv.plan import Need, Trailing
 from lmkv.server.client import Answer, Host, Query
 from lmkv.spec import Kind
 from lmkv.stats import Stats
-from lmkv.workers import Workers
 from lmkv_vllm import identity
 from lmkv_vllm.events import Events
 from lmkv_vllm.geometry import Plan, pages_needed
@@ -64,7 +63,6 @@ class Scheduler:
         self._fresh: list[int] = []
         self._bad: set[bytes] = set()
         self._failed: dict[str, str] = {}
-        self._chores = Workers("vllm-chores", 1)
         self._events = Events(config, self.plan)
         self._step_tokens = 0
         self._prefill_speed = self._step_started = 0.0
@@ -90,8 +88,9 @@ class Scheduler:
         self.need = self._need(by_shard[0].groups)
         self._set_scope()
         options = self.options
+        name = f"vllm scheduler {os.getpid()}"
         self.host = Host(
-            options.socket, config=options.service(), spawn=options.spawn, name=f"vllm scheduler {os.getpid()}"
+            options.socket, config=options.service(), spawn=options.spawn, linger=options.linger, name=name
         )
         try:
             self.host.register(sizes)
@@ -131,14 +130,13 @@ class Scheduler:
             self._drop(state)
             state.next_save = 0
         if self.host is not None:
-            self._chores.submit(self.host.clear, old)
+            self.host.clear_later(old)
         self._events.cleared()
         return True
 
     def close(self) -> None:
         """Let go of everything held for this engine."""
         self._events.close()
-        self._chores.close(time.monotonic())
         if self.host is not None:
             self.host.close()
 
@@ -248,14 +246,12 @@ class Scheduler:
 
     def _tiers(self, answer: Answer, start: int, stop: int) -> dict[str, int]:
         """Tokens [start, stop) of a hit by tier."""
+        assert self.host is not None
+        tiers: Counter[str] = Counter()
         chunk = self.plan.chunk_tokens
-        counts = Counter({tier: chunks * chunk for tier, chunks in answer.tiers.items()})
-        over = sum(counts.values()) - (stop - start)
-        for tier in list(counts):
-            cut = min(over, counts[tier])
-            counts[tier] -= cut
-            over -= cut
-        return {tier: count for tier, count in counts.items() if count}
+        for i in range(start // chunk, stop // chunk):
+            tiers[self.host.tiers[answer.places[i]]] += min(stop, (i + 1) * chunk) - max(start, i * chunk)
+        return dict(tiers)
 
     def sources(self, request: Request, tokens: int) -> dict[str, int]:
         """A hit's tokens by tier."""

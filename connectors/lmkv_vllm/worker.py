@@ -112,8 +112,7 @@ class Worker:
             from lmkv.cuda import CudaPagedKV, PinnedMemory
 
             self._pinned = PinnedMemory(self.device.get_device())
-            for region in self.host.regions():
-                self._pinned.add(*region)
+            self._pinned.add(*self.host.region)
             self.pages = CudaPagedKV(self.spec, views, self._pinned, keep=tensors, device=self.device.get_device())
         else:
             self.pages = PagedKV(self.spec, views, threads=threads, keep=tensors)
@@ -240,7 +239,8 @@ class Worker:
             for key, each in zip(keys[got : got + len(run)], run, strict=True):
                 nbytes += self.sizes[key.group]
                 if key.group == keys[0].group:
-                    tiers[each.tier] = tiers.get(each.tier, 0) + chunk_tokens
+                    tier = self.host.tiers[each.tier]
+                    tiers[tier] = tiers.get(tier, 0) + chunk_tokens
             got += len(run)
         if got == len(keys):
             return Loaded(load.request, load.stop, tiers, 0.0, nbytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -40,7 +41,7 @@ class Memory:
 class Lent(Memory):
     """A container lent to a reader for one run, or to a writer until commit."""
 
-    def __init__(self, nbytes: int, key: ChunkKey, tier: str = "cpu", fill: int = 0xA5) -> None:
+    def __init__(self, nbytes: int, key: ChunkKey, tier: int = 0, fill: int = 0xA5) -> None:
         super().__init__(nbytes, fill)
         self.key, self.tier, self.done = key, tier, False
 
@@ -52,7 +53,7 @@ class Stored:
     data: np.ndarray[Any, Any]
     mask: int
     expires: int
-    tier: str
+    tier: int
 
 
 @dataclass
@@ -122,19 +123,20 @@ class Service:
                 future.set_exception(error)
         return len(taken)
 
-    def lookup(self, host: FakeHost, query: Query) -> Answer:
-        if self.chance(self.faults.lookup_error):
+    def lookup(self, host: FakeHost, query: Query, faults: bool = True) -> Answer:
+        """What `Host.lookup` answers, and the lease that goes with it."""
+        if faults and self.chance(self.faults.lookup_error):
             raise Unavailable("the host service does not answer")
         digests = [query.digests[i : i + DIGEST_BYTES] for i in range(0, len(query.digests), DIGEST_BYTES)]
         with self.lock:
             self.lookups += 1
             by_digest: dict[bytes, Any] = {}
             for key, part in self.stored.items():
-                if key.scope == query.scope:
-                    entry = by_digest.setdefault(key.digest, SimpleNamespace(any=0, pages={}, tier="cpu"))
+                if key.scope == query.scope and not 0 < part.expires <= time.time():
+                    entry = by_digest.setdefault(key.digest, SimpleNamespace(any=0, pages={}, tier=0))
                     bit = part_bit(key.group, key.shard)
                     entry.any |= bit
-                    entry.tier = part.tier if part.tier != "cpu" else entry.tier
+                    entry.tier = max(entry.tier, part.tier)
                     if part.mask:
                         entry.pages[bit] = part.mask
             entries: list[Any] = []
@@ -145,14 +147,10 @@ class Service:
                     break
                 entries.append(entry)
             chunks = Need(growing, query.need.trailing).boundary(entries, len(entries))
-            held = entries[:chunks]
             if query.lease:
                 self.leases[id(host), query.owner] = frozenset(digests[:chunks])
-            tiers: dict[str, int] = {}
-            for entry in held[query.first :]:
-                if entry is not None:
-                    tiers[entry.tier] = tiers.get(entry.tier, 0) + 1
-            return Answer(chunks, tiers, "end of prompt" if chunks == len(digests) else "not stored")
+            places = bytes(0 if entry is None else entry.tier for entry in entries[:chunks])
+            return Answer(places, "end of prompt" if chunks == len(digests) else "not stored")
 
     def room(self) -> bool:
         """Make room for one more container: the oldest that is not leased has to go."""
@@ -174,7 +172,7 @@ class Service:
         """Move ``count`` random containers to the second tier."""
         with self.lock:
             for key in self.random.sample(list(self.stored), min(count, len(self.stored))):
-                self.stored[key].tier = self.tiers[1]
+                self.stored[key].tier = 1
 
 
 class FakeHost:
@@ -191,8 +189,9 @@ class FakeHost:
         self.sizes |= set(sizes)
         self.tiers, self.available = self.service.tiers, True
 
-    def regions(self) -> list[tuple[int, int]]:
-        return []
+    @property
+    def region(self) -> tuple[int, int]:
+        return 0, 0
 
     def lookup_later(self, query: Query) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -209,8 +208,10 @@ class FakeHost:
         """As with the real service, what was asked before is answered before the release is heard."""
         service = self.service
         with service.lock:
-            gone = [each for each in service.asked if each[0] is self and each[1].owner in owners]
-            service.asked = [each for each in service.asked if each not in gone]
+            asked = [each for each in service.asked if each[0] is self and each[1].owner in owners]
+            service.asked = [each for each in service.asked if each not in asked]
+            for _, query, future in asked:
+                future.set_result(service.lookup(self, query, faults=False))
             for owner in owners:
                 service.leases.pop((id(self), owner), None)
 
@@ -236,7 +237,7 @@ class FakeHost:
                     lent = Lent(size, key, part.tier)
                     lent.array[:] = part.data
                     run.append(lent)
-                    part.tier = "cpu"
+                    part.tier = 0
                 service.reading += 1
             missing = len(run) < len(keys[at:stop])
             try:
@@ -286,7 +287,7 @@ class FakeHost:
                 del service.writing[lent.key]
                 good = not lost and not service.chance(service.faults.commit_refused)
                 if good:
-                    service.stored[lent.key] = Stored(lent.array.copy(), mask, expires, "cpu")
+                    service.stored[lent.key] = Stored(lent.array.copy(), mask, expires, 0)
                 done.append(good)
                 lent.array[:] = 0xDD
         if lost:
@@ -307,6 +308,9 @@ class FakeHost:
             for key in gone:
                 del self.service.stored[key]
             return len(gone)
+
+    def clear_later(self, scope: bytes) -> None:
+        self.clear(scope)
 
     def events(self, scope: bytes) -> list[tuple[str, str, bytes, int]]:
         return []
