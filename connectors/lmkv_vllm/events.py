@@ -71,7 +71,7 @@ class Events:
                     medium=MEDIUM_CPU,
                     lora_name=lora.name if lora else None,
                     group_idx=self._number(group),
-                )  # fmt: skip
+                )
             )
 
     def _number(self, group: int) -> int:
