@@ -86,8 +86,8 @@ class Loaded:
 
 @dataclass
 class Outcome(KVConnectorWorkerMetadata):
-    """What ended on a worker since its last word. saved: job -> ranks that are done with it; kept: job -> the parts that
-    are stored on all of those that store any."""
+    """What ended on a worker since its last word. saved: job -> ranks that are done with it; kept: job -> the parts
+    that are stored on all of those that store any."""
 
     saved: Counter[int] = field(default_factory=Counter)
     loaded: list[Loaded] = field(default_factory=list)

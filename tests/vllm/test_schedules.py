@@ -60,6 +60,7 @@ class Schedule:
         sync = self.model.name in {"full", "mla", "full tp2"} and dice.random() < 0.25
         if sync:
             options["load"] = "sync"
+            self.service.faults.fetch_reason = self.service.faults.fetch_error = 0.0
         if dice.random() < 0.2:
             options["offload_prompt_only"] = True
         if dice.random() < 0.2:
@@ -119,7 +120,7 @@ class Schedule:
         elif draw < 0.085 and not engine.parked and not engine.scheduler.kv_holding_waiting:
             engine.new_weights()
             self.events["new weights"] += 1
-        elif draw < 0.10:
+        elif draw < 0.10 and not engine.connector.side.sync:
             self.service.evict(dice.randint(1, 6))
         elif draw < 0.12:
             self.service.demote(dice.randint(1, 6))
