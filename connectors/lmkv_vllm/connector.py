@@ -147,8 +147,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for done in self.worker.ended():
-            if not self.worker.sync:
-                results.finished_recving.add(done.request)
+            results.finished_recving.add(done.request)
             self._seconds.append(done.seconds)
             if not done.reason:
                 self.worker.take(done.request)

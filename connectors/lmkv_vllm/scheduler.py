@@ -47,9 +47,6 @@ class Scheduler:
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, options: Options) -> None:
         self.config, self.options = config, options
         self.plan = Plan.of(config, cache, options.chunk_tokens)
-        self.sync = options.load == "sync"
-        if self.sync and not self.plan.by_blocks:
-            raise ConfigError("load", "sync needs a model of full attention only: others could not recover: use async")
         self.weights = identity.weights_of(config, options.weights_id)
         self.hash = identity.hash_name(config, self.plan.hash_tokens)
         self.stats = Stats()
@@ -176,7 +173,7 @@ class Scheduler:
             return self._miss(state, "below min_hit_tokens")
         if not self._worth_it(self._tiers(state.answer, local, found), gain):
             return self._miss(state, "not worth loading")
-        return gain, not self.sync
+        return gain, True
 
     def _miss(self, state: Tracked, reason: str) -> tuple[int, bool]:
         state.reason = reason
@@ -292,8 +289,7 @@ class Scheduler:
 
     def save(self, output: SchedulerOutput, step: Step) -> None:
         """Add what the step will have computed."""
-        # What a step computes behind a load in that step is good only if the load was: it is saved a step later.
-        if self.host is not None and self.host.available and not (self.sync and step.loads):
+        if self.host is not None and self.host.available:
             self.saves.add(output, self._requests, step)
 
     def _measure(self, output: SchedulerOutput) -> None:
@@ -322,8 +318,6 @@ class Scheduler:
                 self._failed[done.request] = done.reason
             else:
                 self._note_speed(done.tiers, done.seconds)
-            if self.sync:
-                self.received(done.request)
 
     def _note_speed(self, tiers: Mapping[str, int], seconds: float) -> None:
         """Seconds a token of loading, kept for the slowest tier that took part."""

@@ -74,7 +74,6 @@ class Worker:
         pp, tp = rank
         self.shard = (pp * config.parallel_config.tensor_parallel_size + tp) // self.plan.replicas
         self.writes = tp % self.plan.replicas == 0
-        self.sync = options.load == "sync"
         self.stats = Stats()
         self.host: Host | None = None
         self.pages: PagedKV | None = None
@@ -140,16 +139,13 @@ class Worker:
                 self.stats.add("saves.given_up")
 
     def load(self, step: Step) -> None:
-        """Start this step's loads, or do them where that is the setting."""
+        """Start this step's loads."""
         self._scope = step.scope
         for load in step.loads:
             with self._lock:
                 self._loads[load.request] = load
             try:
-                if self.sync:
-                    self._load(load)
-                else:
-                    self._loaders.submit(self._load, load)
+                self._loaders.submit(self._load, load)
             except Exception as error:  # vLLM waits for the request: it must hear of its end
                 self._end(Loaded(load.request, 0, {}, 0.0, 0, (), _reason(error)), load)
 
