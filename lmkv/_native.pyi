@@ -71,11 +71,11 @@ def copy_pages(
     write the same bytes. Calls that move stream_bytes or more go around the caches.
     """
 
-def tokens_u32(tokens: Any) -> NDArray[np.uint32]:
-    """Token ids as uint32[n], from a list or tuple of ints or a one-dimensional integer array.
+def tokens_u32(tokens: Any, start: int = 0, stop: int = ...) -> NDArray[np.uint32]:
+    """Token ids [start, stop) as uint32, from a list or tuple of ints or a one-dimensional integer array.
 
-    A contiguous int32 or uint32 array is not copied. ValueError names the first token that is no integer in
-    [0, 2**32); a bool is none.
+    A contiguous int32 or uint32 array is not copied. ValueError names, counted from ``start``, the first token that
+    is no integer in [0, 2**32); a bool is none.
     """
 
 def blake3(data: Buffer, key: bytes | None = None) -> bytes:
