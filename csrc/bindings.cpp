@@ -15,6 +15,7 @@
 #include "copy.h"
 #include "cpu.h"
 #include "disk.h"
+#include "key.h"
 #include "memory.h"
 #include "stream.h"
 #include "tokens.h"
@@ -231,6 +232,18 @@ nb::list chain_digests(const Vector<std::uint32_t>& tokens, int64_t chunk_tokens
     return digest_list(links);
 }
 
+// The fields of a key's text, or None.
+nb::object parse_key(const nb::str& text) {
+    Py_ssize_t length = 0;
+    const char* const utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &length);
+    if (!utf8) PyErr_Clear();  // a lone surrogate
+    lmkv::Key key;
+    if (!utf8 || !lmkv::parse_key({utf8, static_cast<std::size_t>(length)}, key)) return nb::none();
+    const auto bytes = [](const auto& field) { return nb::bytes(field, sizeof field); };
+    return nb::make_tuple(bytes(key.scope), bytes(key.tenant), bytes(key.digest), bytes(key.parent), key.depth,
+                          key.group, key.shard);
+}
+
 std::uint64_t xxh3_64(nb::handle data) {
     const Bytes bytes(data);
     const Unlocked unlocked(bytes.size() > kReleaseBytes);
@@ -352,6 +365,7 @@ NB_MODULE(_native, m) {
     m.def("leaf_digests", leaf_digests, nb::arg("tokens").noconvert(), "chunk_tokens"_a);
     m.def("chain_digests", chain_digests, nb::arg("tokens").noconvert(), "chunk_tokens"_a, "key"_a, "prev"_a,
           "extras"_a = nb::none());
+    m.def("parse_key", parse_key, "text"_a);
     m.def("xxh3_64", xxh3_64, "data"_a);
     m.def("checksums", checksums, "address"_a, "offsets"_a, "lengths"_a);
 

@@ -92,6 +92,9 @@ def chain_digests(
     extras holds one item (None, or at most 32 bytes) for each full chunk.
     """
 
+def parse_key(text: str) -> tuple[bytes, bytes, bytes, bytes, int, int, int] | None:
+    """The fields of a chunk key's text: scope, tenant, digest, parent, depth, group, shard; None for any other text."""
+
 def xxh3_64(data: Buffer) -> int:
     """XXH3, 64 bits, seed 0."""
 

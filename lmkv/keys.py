@@ -9,7 +9,6 @@ are the same on every machine, in every process and Python version.
 
 from __future__ import annotations
 
-import re
 import struct
 import threading
 from collections.abc import Iterable, Sequence
@@ -27,10 +26,6 @@ DIGEST_BYTES = 32
 FIRST_BATCH, GROWTH = 16, 8
 NO_TENANT = bytes(8)
 _NO_ROOT = bytes(DIGEST_BYTES)
-_KEY_TEXT = re.compile(
-    r"([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{64})-([0-9a-f]{16})"
-    r"-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,4})-(0|[1-9][0-9]{0,4})"
-)
 
 
 def encode(*values: str | bytes) -> bytes:
@@ -96,14 +91,10 @@ class ChunkKey(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> ChunkKey:
         """The key whose ``str`` is exactly ``text``; anything else is BadInput."""
-        match = _KEY_TEXT.fullmatch(text)
-        if match:
-            scope, tenant, digest, parent, *numbers = match.groups()
-            depth, group, shard = map(int, numbers)
-            if depth < 2**32 and group < 2**16 and shard < 2**16:
-                unhex = bytes.fromhex
-                return cls(unhex(scope), unhex(tenant), unhex(digest), unhex(parent), depth, group, shard)
-        raise BadInput(f"not a chunk key: {text[:200]!r}")
+        fields = _native.parse_key(text)
+        if fields is None:
+            raise BadInput(f"not a chunk key: {text[:200]!r}")
+        return cls._make(fields)
 
 
 @lru_cache(maxsize=1024)
