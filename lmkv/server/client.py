@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -174,6 +174,7 @@ class Host:
                         raise Unavailable("closed")
                     link.idle.append(channel)
                     self._link = self._last = link
+                    self._changed.notify_all()
             except BaseException as error:
                 channel.close()
                 if isinstance(error, OSError):
@@ -470,10 +471,8 @@ class Host:
         service's to take back when this process ends."""
         link = self._link
         if link and not link.out and not self._forked:
-            with suppress(OSError):
-                channel = link.take(time.monotonic() + CALL)
+            with suppress(OSError), closing(link.take(time.monotonic() + CALL)) as channel:
                 channel.send(wire.Bye(), time.monotonic() + CALL)
-                channel.close()
         self._stop()
 
     def _stop(self) -> None:
@@ -483,7 +482,7 @@ class Host:
             self._closed, self._link = True, None
             self._changed.notify_all()
         for channel in list(self._dialer.open):
-            channel.shutdown()
+            channel.shutdown()  # whoever waits on it closes it
         if self._last:
             self._last.close()
         for thread in self._threads.values():

@@ -1,7 +1,8 @@
 """Who is the service: one process a socket, chosen by locks, which the kernel gives back however a process ends.
 
-Who starts holds a lock on the socket's folder until somebody listens; the service holds ``<socket>.lock`` while it
-lives. So a starter that finds the second lock taken knows: the service listens, or is ending and worth waiting for.
+Who starts holds a lock on the socket's folder until somebody listens; the service holds ``<socket>.lock``, with its
+process id in it, while it lives. So a starter that finds the second lock taken knows: the service listens, or is ending
+and worth waiting for.
 """
 
 from __future__ import annotations
