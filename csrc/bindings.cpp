@@ -323,6 +323,7 @@ void make_slab(lmkv::Slab* self, int64_t nbytes, bool huge, int fd) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // an engine left open at exit is no leak worth a page of text
     m.doc() = "Page copies, hashes, checksums and aligned file I/O; see _native.pyi for the contract.";
 
     nb::class_<lmkv::Slab>(m, "Slab")

@@ -60,17 +60,16 @@ def _folder(model: str, revision: str | None) -> Path | None:
 def _tensors(files: list[Path]) -> Iterator[tuple[str, tuple[int, ...], str, memoryview]]:
     """Name, shape, dtype and bytes of every tensor; the files are mapped, not read."""
     for path in files:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            (length,) = struct.unpack("<Q", data[:8])
-            if length > min(MAX_HEADER, len(data) - 8):
-                raise ConfigError("weights_id", f"{path.name} is not a safetensors file")
-            header: dict[str, Any] = json.loads(data[8 : 8 + length])
-            header.pop("__metadata__", None)
-            with memoryview(data) as whole:
-                for name, entry in header.items():
-                    begin, end = entry["data_offsets"]
-                    with whole[8 + length + begin : 8 + length + end] as view:
-                        yield name, tuple(entry["shape"]), entry["dtype"], view
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        (length,) = struct.unpack("<Q", data[:8])
+        if length > min(MAX_HEADER, len(data) - 8):
+            raise ConfigError("weights_id", f"{path.name} is not a safetensors file")
+        header: dict[str, Any] = json.loads(bytes(data[8 : 8 + length]))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            yield name, tuple(entry["shape"]), entry["dtype"], data[8 + length + begin : 8 + length + end]
 
 
 def hash_name(config: VllmConfig, block_tokens: int) -> str:

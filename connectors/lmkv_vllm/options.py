@@ -54,7 +54,6 @@ class Options(BaseModel):
 
     def service(self) -> Config:
         """The configuration of a service started here; the environment's ``LMKV_*`` variables count too."""
-        given: dict[str, Any] = {"cpu_budget": self.cpu_budget} if self.cpu_budget else {}
-        if self.tiers:
-            given["tiers"] = self.tiers
+        names = ("cpu_budget", "tiers")
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return Config.load(self.config or None, **given)

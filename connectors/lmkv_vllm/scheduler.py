@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmkv.server.client import Host, Query, Unavailable
-
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, Unavailable
 from lmkv.index import part_bit
 from lmkv.keys import Scope
 from lmkv.plan import Need, Trailing
+from lmkv.server.client import Answer, Host, Query
 from lmkv.spec import Kind
 from lmkv.stats import Stats
 from lmkv_vllm import identity
@@ -89,10 +88,10 @@ class Scheduler:
         self.need = self._need(by_shard[0].groups)
         self._set_scope()
         options = self.options
+        name = f"vllm scheduler {os.getpid()}"
         self.host = Host(
-            options.socket, config=options.service(), spawn=options.spawn, linger=options.linger,
-            name=f"vllm scheduler {os.getpid()}",
-        )  # fmt: skip
+            options.socket, config=options.service(), spawn=options.spawn, linger=options.linger, name=name
+        )
         try:
             self.host.register(sizes)
         except Unavailable as error:
@@ -175,7 +174,7 @@ class Scheduler:
             return self._miss(state, state.answer.reason if not found else "held by vLLM already")
         if gain < self.options.min_hit_tokens:
             return self._miss(state, "below min_hit_tokens")
-        if not self._worth_it(self._tiers(state.answer.places, local, found), gain):
+        if not self._worth_it(self._tiers(state.answer, local, found), gain):
             return self._miss(state, "not worth loading")
         return gain, not self.sync
 
@@ -242,16 +241,16 @@ class Scheduler:
         self._loads.append(Load(request.request_id, self.scope, start, stop, before, digests, targets))
         self._fresh += itertools.chain(*targets)
         state.loading, state.hit, state.next_save = True, tokens, last
-        state.tiers = self._tiers(state.answer.places, start, stop)
+        state.tiers = self._tiers(state.answer, start, stop)
         self.stats.add("hit_tokens", tokens)
 
-    def _tiers(self, places: bytes, start: int, stop: int) -> dict[str, int]:
-        """Tokens [start, stop) of a hit by tier; places: each chunk's tier."""
+    def _tiers(self, answer: Answer, start: int, stop: int) -> dict[str, int]:
+        """Tokens [start, stop) of a hit by tier."""
         assert self.host is not None
         tiers: Counter[str] = Counter()
         chunk = self.plan.chunk_tokens
         for i in range(start // chunk, stop // chunk):
-            tiers[self.host.tiers[places[i]]] += min(stop, (i + 1) * chunk) - max(start, i * chunk)
+            tiers[self.host.tiers[answer.places[i]]] += min(stop, (i + 1) * chunk) - max(start, i * chunk)
         return dict(tiers)
 
     def sources(self, request: Request, tokens: int) -> dict[str, int]:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lmkv.server.client import Host, Unavailable
 
-from lmkv.errors import BadInput, LmkvError
+from lmkv import chunk
+from lmkv.errors import BadInput, LmkvError, Unavailable
 from lmkv.keys import NO_TENANT, ChunkKey
 from lmkv.pages import PagedKV
 from lmkv.rows import PageRows
+from lmkv.server.client import Host
 from lmkv.stats import Stats
 from lmkv.workers import Workers
 from lmkv_vllm import geometry
@@ -94,10 +95,11 @@ class Worker:
         self.spec, views, self.groups = geometry.describe(self.plan, self.cache, tensors)
         threads = self.options.copy_threads or min(4, os.cpu_count() or 1)
         self.host = Host(
-            self.options.socket, config=self.options.service(), spawn=self.options.spawn, linger=self.options.linger,
+            self.options.socket,
+            config=self.options.service(),
+            spawn=self.options.spawn,
             name=f"vllm worker {os.getpid()}",
-        )  # fmt: skip
-        from lmkv import chunk
+        )
 
         self.sizes = tuple(chunk.container_bytes(self.spec, g) for g in range(len(self.spec.groups)))
         try:

@@ -1,0 +1,471 @@
+"""The sim's engine core: it adds requests, steps the real scheduler, and checks what nobody else would notice."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import lmkv_vllm.connector
+import lmkv_vllm.scheduler
+import lmkv_vllm.worker
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lmkv import chunk
+from lmkv.keys import NO_TENANT, ChunkKey
+from sim.host import FakeHost, Service
+from sim.models import BLOCK, Model, Setup, setup, vllm_config
+from sim.rank import Rank, expected, no_forward, state
+from sim.truth import Chain
+
+DEADLINE = 60.0
+
+
+class Clock:
+    """The connector's time: it moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return time.time()
+
+
+class Manual:
+    """`lmkv.workers.Workers` whose jobs run when the test says so, in the thread that says it."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name = name
+        self.jobs: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
+        self.closed = False
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        assert not self.closed
+        future: Future[Any] = Future()
+        self.jobs.append((future, call, args))
+        return future
+
+    def run(self, at: int = 0) -> None:
+        future, call, args = self.jobs.pop(at)
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def close(self, deadline: float) -> bool:
+        while self.jobs and not self.closed:
+            self.run()
+        self.closed = True
+        return True
+
+
+class Threaded(lmkv_vllm.worker.Workers):
+    """The real thing, whose unfinished jobs are known so that an idle engine can wait for one."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(name, count)
+        self.pending: set[Future[Any]] = set()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = super().submit(call, *args)
+        self.pending.add(future)
+        future.add_done_callback(self.pending.discard)
+        return future
+
+
+class Engine:
+    """An engine of ``model`` with few blocks.
+
+    service: the fake host service; None: the real one at ``options["socket"]``. threads: background work runs on its
+    own threads; else when `work` is called.
+    """
+
+    def __init__(
+        self, model: Model, blocks: int = 40, service: Service | None = None, options: dict[str, Any] | None = None,
+        threads: bool = False, config: Any = None, **cache: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.service, self.threads, self.clock = model, service, threads, Clock()
+        self.config = config or vllm_config(model, options, **cache)
+        self.setup: Setup = setup(model, blocks, self.config)
+        self.weights = 1
+        self.chains: dict[str, Chain] = {}
+        self.requests: dict[str, Request] = {}
+        self.parked: set[str] = set()
+        self.reports = self.steps = self.loads = self.failures = 0
+        self.handed_out: set[int] = set()
+        self.outputs: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, Any] = {}
+        self.scopes: dict[bytes, int] = {}
+        self.known: dict[bytes, tuple[str, list[int]]] = {}
+        self.pools: list[Any] = []
+        self._names = itertools.count()
+        self._patches = ExitStack()
+        self._open()
+
+    def _open(self) -> None:
+        hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self.hasher = get_request_block_hasher(self.setup.hash_tokens, hash_fn)
+        self._patches.enter_context(mock.patch.object(lmkv_vllm.scheduler, "time", self.clock))
+        with ExitStack() as made:
+            made.enter_context(mock.patch.object(lmkv_vllm.worker, "Workers", self._pool))
+            for module in (lmkv_vllm.scheduler, lmkv_vllm.worker):
+                if self.service is not None:
+                    made.enter_context(mock.patch.object(module, "Host", self._host))
+            ranks = iter(range(self.model.ranks))
+            made.enter_context(mock.patch.object(lmkv_vllm.connector, "_rank", lambda: (0, next(ranks))))
+            self.ranks = [Rank(self.setup, number) for number in range(self.model.ranks)]
+            self.scheduler = Scheduler(
+                vllm_config=self.config,
+                kv_cache_config=self.setup.scheduler_cache,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=self.setup.block_tokens,
+                hash_block_size=self.setup.hash_tokens,
+                log_stats=True,
+            )
+            self.connector: Any = self.scheduler.connector
+            self.connector.set_xfer_handshake_metadata_pp_aware(
+                {(0, rank.number): rank.connector.get_handshake_metadata() for rank in self.ranks}
+            )
+        self.aggregator = KVOutputAggregator.from_connector(self.connector, len(self.ranks))
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        give = self.pool.get_new_blocks
+
+        def get_new_blocks(count: int) -> Any:
+            found = give(count)
+            self.handed_out |= {block.block_id for block in found}
+            return found
+
+        self.pool.get_new_blocks = get_new_blocks
+        self.plan = self.connector.side.plan
+
+    def _pool(self, name: str, count: int) -> Any:
+        pool = (Threaded if self.threads else Manual)(name, count)
+        self.pools.append(pool)
+        return pool
+
+    def _host(self, socket: str = "", **settings: Any) -> FakeHost:
+        assert self.service is not None
+        return FakeHost(self.service, socket, **settings)
+
+    # Requests.
+
+    def add(
+        self, prompt: Sequence[int], max_tokens: int = 4, params: dict[str, Any] | None = None, salt: str | None = None,
+        skip_reading: bool = False, name: str = "", **more: Any,
+    ) -> str:  # fmt: skip
+        """A request; returns its id."""
+        name = name or f"r{next(self._names)}"
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
+        )
+        request = Request(
+            request_id=name, prompt_token_ids=list(prompt), sampling_params=sampling, pooling_params=None,
+            cache_salt=salt, block_hasher=self.hasher, **more,
+        )  # fmt: skip
+        request.skip_reading_prefix_cache = skip_reading
+        self.requests[name], self.outputs[name] = request, []
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, running: bool = False, connector: bool = True) -> bool:
+        """`reset_prefix_cache`; False where vLLM cannot."""
+        return self.scheduler.reset_prefix_cache(running, connector)
+
+    def new_weights(self) -> None:
+        """What follows a weight update: everything computed before is void. Nothing may be parked."""
+        assert self.reset(running=True)
+        self.weights += 1
+
+    @property
+    def live(self) -> list[str]:
+        return [name for name, each in self.scheduler.requests.items() if not each.is_finished()]
+
+    def who(self, request: Request) -> str:
+        lora = request.lora_request
+        return f"{request.cache_salt or ''}/{lora.lora_name if lora else ''}"
+
+    # Background work.
+
+    def work(self, dice: random.Random | None = None, share: float = 1.0) -> int:
+        """Answer lookups and run queued jobs, each with probability ``share``. Returns how many."""
+        dice = dice or random.Random(0)
+        done = 0
+        if self.service is not None and self.service.asked and dice.random() < share:
+            done += self.service.answer(dice.randint(1, 3) if share < 1 else 1 << 30)
+        for pool in self.pools:
+            while isinstance(pool, Manual) and pool.jobs and dice.random() < share:
+                pool.run(dice.randrange(min(2, len(pool.jobs))) if "load" in pool.name else 0)
+                done += 1
+        return done
+
+    def rest(self) -> None:
+        """An engine that had nothing to compute lets its threads work."""
+        pending = [each for pool in self.pools if isinstance(pool, Threaded) for each in tuple(pool.pending)]
+        pending += [s.lookup for s in self.connector.side._requests.values() if s.lookup and not s.lookup.done()]
+        if self.threads and pending:
+            wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+
+    # Steps.
+
+    def step(self, dice: random.Random | None = None, share: float = 1.0) -> SchedulerOutput:
+        """One step; ``dice`` and ``share`` say how much background work is done in between, all by default."""
+        self.steps += 1
+        self.clock.now += 0.01
+        scheduler = self.scheduler
+        self._note_hashes()
+        output = scheduler.schedule()
+        for name, request in scheduler.requests.items():
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self.parked:
+                self.parked.add(name)
+                self.loads += 1
+        fresh, self.handed_out = self.handed_out, set()
+        for name in output.num_scheduled_tokens:
+            request = scheduler.requests[name]
+            chain = self.chains.get(name)
+            if chain is None or request.num_preemptions != getattr(chain, "life", 0):
+                chain = self.chains[name] = Chain(self.weights, self.who(request))
+                chain.life = request.num_preemptions  # type: ignore[attr-defined]
+            chain.grow(list(request.all_token_ids))
+        self.work(dice, share)
+        outs = [self._rank_step(rank, output, fresh, dice, share) for rank in self.ranks]
+        for each in outs:
+            self.reports += len(each.finished_recving or ())
+            self.failures += len(each.failed_recving or ()) + bool(each.invalid_block_ids)
+        result = self._results(output, outs)
+        for name in (result.kv_connector_output or KVConnectorOutput()).finished_recving or ():
+            assert name in self.parked, f"{name} was reported, but was not parked"
+            self.parked.discard(name)
+        found = scheduler.update_from_output(output, result)
+        for each in itertools.chain.from_iterable(outputs.outputs for outputs in found.values()):
+            self.outputs[each.request_id] += each.new_token_ids
+            if each.finish_reason is not None:
+                self.finish_reasons[each.request_id] = each.finish_reason
+        self._note_hashes()
+        self.work(dice, share)
+        if not output.total_num_scheduled_tokens:
+            self.rest()
+        return output
+
+    def _rank_step(
+        self, rank: Rank, output: SchedulerOutput, fresh: set[int], dice: random.Random | None, share: float
+    ) -> KVConnectorOutput:
+        rank.begin(output)
+        self.work(dice, share)
+        computed = rank.update(output, self.chains)
+        rank.poison(fresh)
+        rank.zero(output.new_block_ids_to_zero)
+        rank.copy(output)
+        if output.total_num_scheduled_tokens:
+            rank.carry_states(output, computed)
+        rank.bind(output)
+        self.work(dice, share)
+        if output.total_num_scheduled_tokens:
+            rank.forward(output, computed)
+        return rank.finish(output)
+
+    def _results(self, output: SchedulerOutput, outs: list[KVConnectorOutput]) -> ModelRunnerOutput:
+        if not output.total_num_scheduled_tokens:
+            made = [no_forward(each) for each in outs]
+        else:
+            names = list(output.num_scheduled_tokens)
+            tokens = [self._sampled(name, output) for name in names]
+            made = [
+                ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens, None, {}, [], each) for each in outs
+            ]
+            for result, each in zip(made, outs, strict=True):
+                result.kv_connector_output = each
+        if len(made) == 1:
+            return made[0]
+        result = self.aggregator.aggregate(made)
+        assert result is not None
+        return result
+
+    def _sampled(self, name: str, output: SchedulerOutput) -> list[int]:
+        request = self.scheduler.requests[name]
+        done = request.num_computed_tokens
+        return [self.chains[name].next_token()] if done >= request.num_tokens else []
+
+    def _note_hashes(self) -> None:
+        """Which tokens every chunk's digest stands for."""
+        self.scopes.setdefault(self.connector.side.scope, self.weights)
+        unit = self.plan.chunk_tokens // self.plan.hash_tokens
+        for request in self.scheduler.requests.values():
+            for i in range(unit - 1, len(request.block_hashes), unit):
+                digest = bytes(request.block_hashes[i])
+                if digest not in self.known:
+                    tokens = list(request.all_token_ids[: (i + 1) * self.plan.hash_tokens])
+                    self.known[digest] = (self.who(request), tokens)
+
+    def run(self, limit: int = 2000, **how: Any) -> None:
+        """Step until no request is left."""
+        deadline = time.monotonic() + DEADLINE
+        while self.scheduler.has_requests():
+            self.step(**how)
+            limit -= 1
+            assert limit and time.monotonic() < deadline, f"the engine does not come to an end: {self.describe()}"
+
+    def generate(self, prompt: Sequence[int], max_tokens: int = 4, **request: Any) -> list[int]:
+        """One request on its own; returns what it generated."""
+        name = self.add(prompt, max_tokens, **request)
+        self.run()
+        return self.outputs[name]
+
+    def settle(self) -> None:
+        """Steps until the scheduler has heard of every save."""
+        for _ in range(1000):
+            if not len(self.connector.side.saves):
+                return
+            self.step()
+        raise AssertionError(f"saves that never end: {self.connector.side.saves._jobs}")
+
+    def describe(self) -> str:
+        states = {name: str(each.status) for name, each in self.scheduler.requests.items()}
+        return f"{states} parked {self.parked}"
+
+    # Checks.
+
+    def check_outputs(self) -> None:
+        """Every request that came to its end has the tokens its prompt leads to."""
+        for name, reason in self.finish_reasons.items():
+            request = self.requests[name]
+            assert str(reason) != "error", f"{name} ended in an error"
+            if self.weights == 1:
+                chain = Chain(self.weights, self.who(request), request.prompt_token_ids or [])
+                for token in self.outputs[name]:
+                    assert token == chain.next_token(), f"{name}: wrong token at {len(chain)}"
+                    chain.extend([token])
+
+    def check_nothing_left(self) -> None:
+        """Nothing is held for requests that are no more."""
+        scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
+        for what in ("requests", "running", "waiting", "kv_holding_waiting", "deferred_waiting", "deferred_frees",
+                     "finished_recving_kv_req_ids", "failed_recving_kv_req_ids", "_inflight_prefills"):  # fmt: skip
+            assert not getattr(scheduler, what), f"scheduler.{what}: {getattr(scheduler, what)}"
+        assert not self.parked, f"parked and never reported: {self.parked}"
+        for each in manager.coordinator.single_type_managers:
+            assert not each.req_to_blocks, f"blocks of requests that are gone: {dict(each.req_to_blocks)}"
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        assert all(not block.ref_cnt for block in self.pool.blocks if not block.is_null)
+        side = self.connector.side
+        for what in ("_requests", "_loads", "_fresh", "_failed"):
+            assert not getattr(side, what), f"lmkv scheduler {what}: {getattr(side, what)}"
+        assert not side.saves._jobs, f"saves in flight: {side.saves._jobs}"
+        assert not side.saves._blocks, f"blocks of saves: {side.saves._blocks}"
+        for rank in self.ranks:
+            for what in ("_jobs", "_loads", "_ended"):
+                assert not getattr(rank.connector.side, what), f"lmkv worker {what}"
+        if self.service is not None:
+            assert not self.service.leases, f"leases: {self.service.leases}"
+            assert not self.service.writing, f"reservations: {self.service.writing}"
+            assert not self.service.reading, "runs that were never let go"
+
+    def check_stored(self, parts: Iterator[tuple[ChunkKey, Any, int]]) -> int:
+        """Containers (key, bytes, page mask) hold exactly what their digest stands for. Returns how many."""
+        count = 0
+        for key, data, mask in parts:
+            weights = self.scopes.get(key.scope)
+            if weights is None:
+                continue
+            assert key.digest in self.known, "stored under a hash that no request ever had"
+            who, tokens = self.known[key.digest]
+            chain = Chain(weights, who, tokens)
+            self._check_container(key, data, mask, chain)
+            count += 1
+        return count
+
+    def _check_container(self, key: ChunkKey, data: Any, mask: int, chain: Chain) -> None:
+        rank = next(rank for rank in self.ranks if rank.connector.side.shard == key.shard)
+        side = rank.connector.side
+        spec, place = side.spec, side.groups[key.group]
+        layers = rank.layers[self.plan.groups[place].number]
+        pages = spec.pages(key.group)
+        size = spec.groups[key.group].layer_page_bytes
+        start = len(chain) - self.plan.chunk_tokens
+        assert key.depth * self.plan.chunk_tokens == start, "stored at another depth"
+        header = chunk.parse(memoryview(data), key)
+        assert header.page_mask == (mask or (1 << pages) - 1)
+        for part in chunk.layout(spec, key.group):
+            for nth in range(part.layers):
+                layer, array, _ = layers[part.first_layer + nth]
+                for page in range(pages):
+                    if mask and not mask >> page & 1:
+                        continue
+                    at = part.offset + (nth * pages + page) * size
+                    found = data[at : at + size]
+                    if spec.groups[key.group].state_bytes:
+                        right = state(chain, layer, array, len(chain))
+                    else:
+                        first = start + page * BLOCK
+                        right = expected(chain, layer, array, first, first + BLOCK).transpose(1, 0, 2).ravel()
+                    assert (found == right).all(), f"wrong bytes stored for {key} layer {layer} page {page}"
+
+    def stored(self) -> Iterator[tuple[ChunkKey, Any, int]]:
+        """Every container the fake service has."""
+        assert self.service is not None
+        for key, part in list(self.service.stored.items()):
+            yield key, part.data, part.mask
+
+    def stored_for_real(self) -> Iterator[tuple[ChunkKey, Any, int]]:
+        """Every container of this engine's chunks that the real service has, read through it."""
+        import numpy as np
+
+        host = self.ranks[0].connector.side.host
+        for scope in self.scopes:
+            for digest, (_, tokens) in self.known.items():
+                for rank in {rank.connector.side.shard: rank.connector.side for rank in self.ranks}.values():
+                    for group, size in enumerate(rank.sizes):
+                        depth = len(tokens) // self.plan.chunk_tokens - 1
+                        before = self._digest_before(digest, tokens)
+                        key = ChunkKey(scope, NO_TENANT, digest, before[:8], depth, group, rank.shard)
+                        for run in host.fetch([key], [size], 5.0):
+                            if not isinstance(run, str):
+                                data = np.frombuffer(bytes(run[0].view()), np.uint8)
+                                full = (1 << rank.spec.pages(group)) - 1
+                                mask = chunk.parse(memoryview(data)).page_mask
+                                yield key, data, 0 if mask == full else mask
+
+    def _digest_before(self, digest: bytes, tokens: list[int]) -> bytes:
+        who = self.known[digest][0]
+        shorter = tokens[: -self.plan.chunk_tokens]
+        if not shorter:
+            return bytes(32)
+        return next(d for d, (w, t) in self.known.items() if w == who and t == shorter)
+
+    # End.
+
+    def close(self) -> None:
+        """Shut down as vLLM does: the scheduler, then the workers."""
+        try:
+            self.scheduler.shutdown()
+            for rank in self.ranks:
+                rank.connector.shutdown()
+        finally:
+            for pool in self.pools:
+                pool.close(time.monotonic() + 5)
+            self._patches.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
