@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from host_clients import NBYTES, SCOPE, WAIT, Place, available, fill, keys, load, query, store, until
 
-from lmkv import ConfigError, Unavailable
+from lmkv import BadInput, ConfigError, Unavailable
+from lmkv.plan import Need
 from lmkv.server import election, events
 from lmkv.server.client import LOST, Host
 from lmkv.server.link import Reserved
@@ -322,8 +324,43 @@ def test_the_command_serves_and_refuses_a_second_one(place: Place) -> None:
 
 def test_a_service_that_cannot_start_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     host = place.host(register=False, config=place.config(policy="no such policy"))
-    with pytest.raises(Unavailable, match="no such policy"):
+    with pytest.raises(ConfigError, match="no such policy") as refused:
         host.register([NBYTES])
+    assert refused.value.key == "policy"
+    with pytest.raises(Unavailable):
+        host.lookup(query())
+
+
+def test_owners_of_any_text_lease_and_release(place: Place) -> None:
+    host = place.host()
+    store(host, keys(10))
+    owners = ["x" * 10_000, "\ud800", "plain", "ünïcode"]
+    for n, owner in enumerate(owners):
+        assert host.lookup_later(query(owner=owner, lease=60.0)).result(WAIT).chunks == 10
+        assert host.stats()["tiers"]["cpu"]["leases"] == n + 1
+    host.release(*owners)
+    until(lambda: host.stats()["tiers"]["cpu"]["leases"] == 0)
+
+
+def test_arguments_that_are_wrong_are_refused_here(place: Place) -> None:
+    host = place.host()
+    for bad in (
+        replace(query(), scope=b"short"),
+        replace(query(), digests=b"x" * 33),
+        replace(query(), need=Need(1 << 5000, ())),
+    ):
+        with pytest.raises(BadInput):
+            host.lookup(bad)
+    with pytest.raises(BadInput):
+        host.reserve("o", [(keys(1)[0], NBYTES)] * 70_000, 1.0)
+    assert host.available
+
+
+def test_prompts_of_megabytes_of_digests_are_looked_up(place: Place) -> None:
+    host = place.host()
+    long = replace(query(), digests=os.urandom(32 * 60_000))
+    futures = [host.lookup_later(long) for _ in range(20)]
+    assert [future.result(WAIT).reason for future in futures] == ["not stored"] * 20
 
 
 def test_an_expired_chunk_is_not_found(place: Place) -> None:

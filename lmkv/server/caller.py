@@ -26,7 +26,7 @@ from lmkv.server.service import settings_text
 
 log = logging.getLogger(__name__)
 CALL = 1.0
-RECONNECT, LONGEST_DELAY = 10.0, 5.0
+RECONNECT, LONGEST_DELAY = 10.0, 15.0
 
 _CALLERS: weakref.WeakSet[Caller] = weakref.WeakSet()
 
@@ -128,7 +128,7 @@ class Caller:
             self._connecting.release()
         if link is not before:
             if before:
-                before.stopped.set()
+                before.close()
             if self.config.cpu.touch:
                 self._start(f"lmkv-host-touch-{link.server}", link.touch)
             self._compare(link.settings)

@@ -31,7 +31,7 @@ from lmkv.server.link import Channel, Fetched, Reserved
 __all__ = ["Answer", "Fetched", "Host", "Query", "Reserved", "Unavailable"]
 
 SHARE = 0.9  # of a call's timeout, for the service to answer in an orderly way
-BATCH = 256
+BATCH, BATCH_BYTES = 64, 1 << 20  # in one message
 LOST = ("lost", "", b"", 0)
 
 
@@ -56,7 +56,7 @@ class Query:
         growing, trailing = wire.pack_need(self.need)
         lease = wire.seconds(self.lease)
         return wire.Ask(
-            self.owner, self.scope, self.digests, self.chunk_tokens, growing, trailing, lease, self.first
+            wire.owner(self.owner), self.scope, self.digests, self.chunk_tokens, growing, trailing, lease, self.first
         )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ class Host(Caller):
 
     def release(self, *owners: str) -> None:
         """End their leases, soon; never blocks and never fails: a lease also ends by itself."""
-        self._later(*owners)
+        self._later(*map(wire.owner, owners))
 
     def _later(self, *items: tuple[wire.Ask, Future[Answer]] | str | bytes | Reserved) -> None:
         if not (self._forked or self._closed):
@@ -115,9 +115,14 @@ class Host(Caller):
         """Send what was queued, in order, in as few messages as that takes."""
         while True:
             batch: list[Any] = []
+            nbytes = 0
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)
-                while self._queue and len(batch) < BATCH and type(self._queue[0]) is type((batch or self._queue)[0]):
+                while self._queue and len(batch) < BATCH and nbytes < BATCH_BYTES:
+                    item = self._queue[0]
+                    if type(item) is not type((batch or self._queue)[0]):
+                        break
+                    nbytes += len(item[0].digests) if isinstance(item, tuple) else 0
                     batch.append(self._queue.popleft())
             if not batch:
                 return

@@ -180,7 +180,7 @@ class Connection:
         try:
             storage = self.service.prepare(message.sizes)
         except ConfigError as error:
-            self.channel.send(wire.Refused(error.key, str(error).removeprefix(f"{error.key}: ")))
+            self.channel.send(wire.Refused(error.key, error.message))
             return
         except LmkvError as error:
             self.channel.send(wire.Refused("tiers", str(error)))
