@@ -85,7 +85,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._since = Since()
         self._seconds: list[float] = []
         self._step: Step | None = None
-        self._single = len(kv_cache_config.kv_cache_groups) == 1
         self._bad_blocks: set[int] = set()
         self.side: Scheduler | Worker
         if role == KVConnectorRole.SCHEDULER:
@@ -93,6 +92,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.side = Scheduler(vllm_config, kv_cache_config, options)
         else:
             self.side = Worker(vllm_config, kv_cache_config, options, _rank())
+        self._by_blocks = self.side.plan.by_blocks and len(kv_cache_config.kv_cache_groups) == 1
 
     @property
     def scheduler(self) -> Scheduler:
@@ -147,13 +147,13 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for done in self.worker.ended():
-            load = self.worker.take(done.request)
+            results.finished_recving.add(done.request)
             self._seconds.append(done.seconds)
-            if not self.worker.sync:
-                results.finished_recving.add(done.request)
-            if done.reason and self._single and load is not None:
-                self._bad_blocks |= self.worker.bad_blocks(done, load)
-            elif done.reason:
+            if not done.reason:
+                self.worker.take(done.request)
+            elif self._by_blocks and (bad := self.worker.bad_blocks(done)):
+                self._bad_blocks |= bad
+            else:
                 results.failed_recving.add(done.request)
         return results
 
@@ -182,9 +182,13 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.matched(request, num_computed_tokens)
 
-    @guarded(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks, num_external_tokens)
+        if self._allocated(request, blocks, num_external_tokens) is None and num_external_tokens:
+            self.scheduler.fail(request, blocks.get_block_ids())
+
+    @guarded(_nothing)
+    def _allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> bool:
+        return self.scheduler.allocated(request, blocks, tokens)
 
     @guarded(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -198,11 +202,19 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return found
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._build(scheduler_output) or Step(self.scheduler.scope)
+        step = self._begin(scheduler_output)
+        if step is None:  # settle everything: which blocks are handed out again is not known
+            step = self.scheduler.bare_step()
+        self._save(scheduler_output, step)
+        return step
 
     @guarded(_nothing)
-    def _build(self, scheduler_output: SchedulerOutput) -> Step:
+    def _begin(self, scheduler_output: SchedulerOutput) -> Step:
         return self.scheduler.step(scheduler_output)
+
+    @guarded(_nothing)
+    def _save(self, scheduler_output: SchedulerOutput, step: Step) -> None:
+        self.scheduler.save(scheduler_output, step)
 
     @guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -23,12 +23,13 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from lmkv.workers import Workers
 from lmkv_vllm.geometry import Plan
-from lmkv_vllm.messages import Save
+from lmkv_vllm.messages import Part, Save
 from lmkv_vllm.requests import Tracked
 
 if TYPE_CHECKING:
-    from lmkv.server.client import Host
     from vllm.config import VllmConfig
+
+    from lmkv.server.client import Host
 
 ASK_SECONDS = 0.25
 
@@ -41,23 +42,24 @@ class Events:
         self.wanted = bool(events is not None and events.enable_kv_cache_events)
         self.plan = plan
         self._ready: list[KVCacheEvent] = []
-        self._blocks: dict[bytes, tuple[Any, ...]] = {}
+        self._blocks: dict[Part, tuple[Any, ...]] = {}
         self._asked: Future[Any] | None = None
         self._ask_at = 0.0
         self._worker = Workers("vllm-events", 1) if self.wanted else None
 
-    def stored(self, save: Save, state: Tracked, kept: Sequence[bytes]) -> None:
-        """Chunks of a save that host memory holds now."""
+    def stored(self, save: Save, state: Tracked, kept: Sequence[Part]) -> None:
+        """Parts of a save that host memory holds now."""
         if not self.wanted:
             return
         request, chunk = state.request, self.plan.chunk_tokens
         unit = chunk // self.plan.hash_tokens
-        lora = request.lora_request
-        for i, digest in enumerate(save.digests, save.first):
-            if digest not in kept or digest in self._blocks:
+        lora, places = request.lora_request, {digest: i for i, digest in enumerate(save.digests, save.first)}
+        for digest, group in kept:
+            if (digest, group) in self._blocks or digest not in places:
                 continue
+            i = places[digest]
             hashes = request.block_hashes[i * unit : (i + 1) * unit]
-            names = self._blocks[digest] = tuple(maybe_convert_block_hash(each) for each in hashes)
+            names = self._blocks[digest, group] = tuple(maybe_convert_block_hash(each) for each in hashes)
             before = maybe_convert_block_hash(request.block_hashes[i * unit - 1]) if i else None
             self._ready.append(
                 BlockStored(
@@ -68,8 +70,13 @@ class Events:
                     lora_id=lora.adapter_id if lora else None,
                     medium=MEDIUM_CPU,
                     lora_name=lora.name if lora else None,
+                    group_idx=self._number(group),
                 )
             )
+
+    def _number(self, group: int) -> int:
+        """vLLM's number of a stored group."""
+        return self.plan.groups[min(group, len(self.plan.groups) - 1)].number
 
     def cleared(self) -> None:
         """Nothing stored before counts any more."""
@@ -92,13 +99,14 @@ class Events:
         return ready
 
     def _removed(self, changes: Sequence[tuple[str, str, bytes, int]], host: Host) -> None:
-        for kind, tier, digest, _ in changes:
-            if kind != "removed" or digest not in self._blocks:
+        for kind, tier, digest, group in changes:
+            names = self._blocks.get((digest, group))
+            if kind != "removed" or names is None:
                 continue
             medium = MEDIUM_CPU if tier == host.tiers[0] else MEDIUM_STORAGE
-            self._ready.append(BlockRemoved(block_hashes=list(self._blocks[digest]), medium=medium))
+            self._ready.append(BlockRemoved(block_hashes=list(names), medium=medium, group_idx=self._number(group)))
             if medium == MEDIUM_CPU:
-                del self._blocks[digest]
+                del self._blocks[digest, group]
 
     def close(self) -> None:
         """End the background thread."""

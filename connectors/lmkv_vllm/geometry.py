@@ -50,6 +50,11 @@ class Plan:
         """Some layers keep a state instead of tokens."""
         return any(group.kind is Kind.RECURRENT for group in self.groups)
 
+    @property
+    def by_blocks(self) -> bool:
+        """A failed load can be told block by block: every prefix of what was loaded stands for itself."""
+        return len(self.groups) == 1 and self.groups[0].kind in (Kind.FULL, Kind.MLA)
+
     @classmethod
     def of(cls, config: VllmConfig, cache: KVCacheConfig, chunk_tokens: int) -> Plan:
         """The plan for a model; ConfigError names what cannot be stored exactly."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,12 +24,16 @@ class Handshake(KVConnectorHandshakeMetadata):
     where: str
 
 
+Part = tuple[bytes, int]  # a chunk's digest and the number of a stored group
+
+
 @dataclass(frozen=True)
 class Load:
     """Bring tokens [start, stop) of a request into its blocks.
 
     digests: of chunks ``start // chunk`` to ``stop // chunk``, behind ``before``, the digest in front of them. blocks:
-    per vLLM group, the block ids of those tokens, 0 where there is none to write.
+    per vLLM group, the block ids of those tokens, 0 where there is none to write. Without digests it only fails, so
+    that vLLM, which waits for the request, hears of it.
     """
 
     request: str
@@ -67,30 +72,37 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Loaded:
-    """How one rank's load ended: tokens valid from the start, by tier the tokens it copied, seconds, failed digests."""
+    """How one rank's load ended. tokens: valid from the prompt's start; tiers: tokens copied, by tier; reason: '' for a
+    whole load; failed: what could not be had."""
 
     request: str
     tokens: int
     tiers: dict[str, int]
     seconds: float
     nbytes: int
-    failed: tuple[bytes, ...] = ()
+    failed: tuple[Part, ...] = ()
     reason: str = ""
 
 
 @dataclass
 class Outcome(KVConnectorWorkerMetadata):
-    """What ended on a worker since its last word. saved: job -> ranks that are done with it; kept: digests now
-    stored, with the tier they are in."""
+    """What ended on a worker since its last word. saved: job -> ranks that are done with it; kept: job -> the parts
+    that are stored on all of those that store any."""
 
     saved: Counter[int] = field(default_factory=Counter)
     loaded: list[Loaded] = field(default_factory=list)
-    kept: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    kept: dict[int, tuple[Part, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Outcome:
         """Both ranks' words as one."""
         assert isinstance(other, Outcome)
         kept = {**self.kept}
-        for job, digests in other.kept.items():
-            kept[job] = tuple(d for d in digests if d in set(kept[job])) if job in kept else digests
+        for job, parts in other.kept.items():
+            kept[job] = both(kept[job], parts) if job in kept else parts
         return Outcome(self.saved + other.saved, self.loaded + other.loaded, kept)
+
+
+def both(one: Sequence[Part], other: Sequence[Part]) -> tuple[Part, ...]:
+    """What is in both, in the first one's order."""
+    others = set(other)
+    return tuple(part for part in one if part in others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
@@ -29,7 +29,6 @@ class Options(BaseModel):
     tiers: tuple[Any, ...] | str = Field(default=(), description="Its tiers below host memory: URLs or tables.")
     chunk_tokens: Int = Field(default=256, ge=1, description="Tokens a chunk; rounded up to whole vLLM blocks.")
     weights_id: str = Field(default="", description="A name for the weights, instead of a fingerprint of their files.")
-    load: Literal["async", "sync"] = Field(default="async", description="Load beside the engine's steps, or in them.")
     lookup_timeout: Seconds = Field(default=0.05, description="A lookup not answered by then is a miss.")
     load_timeout: Seconds = Field(default=30.0, description="A load not over by then is a failed one.")
     min_hit_tokens: Int = Field(default=0, ge=0, description="A hit that saves fewer tokens is not taken.")

@@ -6,9 +6,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmkv.server.client import Answer
-
 from lmkv.keys import DIGEST_BYTES
+from lmkv.server.client import Answer
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -23,7 +22,8 @@ class Tracked:
     """One request from its arrival to its end.
 
     asked: when its lookup went out (monotonic). local: tokens vLLM held itself when it asked. hit: tokens of the load
-    that was started, by tier in ``tiers``. next_save: the first chunk not handed to the workers yet.
+    that was started, by tier in ``tiers``. next_save: the first chunk not handed to the workers yet. stale: its blocks
+    hold bytes from before a reset.
     """
 
     request: Request
@@ -38,6 +38,7 @@ class Tracked:
     hit: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
     next_save: int = 0
+    stale: bool = False
     reason: str = ""
 
     @classmethod
@@ -63,6 +64,15 @@ class Tracked:
             bytes(hashes[(i + 1) * unit - 1]).ljust(DIGEST_BYTES, b"\0") for i in range(max(0, first - 1), stop)
         )
         return (found[0], found[1:]) if first and found else (NO_DIGEST, found)
+
+    @property
+    def saves(self) -> bool:
+        """What it computes is to be stored."""
+        return not (self.skip_save or self.stale)
+
+    def restart(self) -> None:
+        """It will be computed from its first token again."""
+        self.next_save, self.stale = 0, False
 
     def forget_answer(self) -> None:
         """Ask again next time."""

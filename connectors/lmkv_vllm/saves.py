@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lmkv.spec import Kind
 from lmkv_vllm.geometry import Plan
-from lmkv_vllm.messages import Outcome, Save, Step
+from lmkv_vllm.messages import Outcome, Part, Save, Step, both
 from lmkv_vllm.requests import Tracked
 
 if TYPE_CHECKING:
@@ -28,11 +28,15 @@ class Saves:
     def __init__(self, plan: Plan, ranks: int, prompt_only: bool, count: Callable[[str], None]) -> None:
         self.plan, self.ranks, self.prompt_only, self._count = plan, ranks, prompt_only, count
         self._numbers = itertools.count()
-        self._jobs: dict[int, tuple[Save, Tracked, int]] = {}
+        self._jobs: dict[int, tuple[Save, Tracked, int, tuple[Part, ...] | None]] = {}
         self._blocks: dict[int, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def all_jobs(self) -> list[int]:
+        """Every save under way."""
+        return sorted(self._jobs)
 
     def to_settle(self, output: SchedulerOutput, fresh: Iterable[int]) -> list[int]:
         """Saves whose blocks this step may overwrite; fresh: blocks given to loads."""
@@ -64,14 +68,14 @@ class Saves:
         chunk = self.plan.chunk_tokens
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
-            if state is None or state.skip_save:
+            if state is None or not state.saves:
                 continue
             final = state.request.num_computed_tokens + scheduled
             if final >= (state.next_save + 1) * chunk:
                 self._add_chunks(request_id, state, final, held, step)
         for request_id, offers in held.boundary_state_offloads.items():
             state = requests.get(request_id)
-            if state is not None and not state.skip_save:
+            if state is not None and state.saves:
                 self._add_states(state, offers, step)
 
     def _add_chunks(self, request_id: str, state: Tracked, final: int, held: KVConnectorBlockState, step: Step) -> None:
@@ -118,20 +122,22 @@ class Saves:
         blocks: tuple[tuple[int, ...], ...],
     ) -> None:  # fmt: skip
         save = Save(next(self._numbers), step.scope, first, before, digests, blocks, state.ttl)
-        step.saves.append(save)
-        self._jobs[save.job] = (save, state, self.ranks)
+        self._jobs[save.job] = (save, state, self.ranks, None)
         for block in itertools.chain(*blocks):
             if block:
                 self._blocks.setdefault(block, set()).add(save.job)
+        step.saves.append(save)
 
-    def heard(self, outcome: Outcome) -> Iterator[tuple[Save, Tracked, tuple[bytes, ...]]]:
-        """Saves that every rank is done with, whose they were, and the digests that are stored now."""
+    def heard(self, outcome: Outcome) -> Iterator[tuple[Save, Tracked, tuple[Part, ...]]]:
+        """Saves that every rank is done with, whose they were, and what all ranks store of them now."""
         for job, count in outcome.saved.items():
             if job not in self._jobs:
                 continue
-            save, state, left = self._jobs[job]
+            save, state, left, kept = self._jobs[job]
+            if (more := outcome.kept.get(job)) is not None:
+                kept = more if kept is None else both(kept, more)
             if left > count:
-                self._jobs[job] = (save, state, left - count)
+                self._jobs[job] = (save, state, left - count, kept)
                 continue
             del self._jobs[job]
             for block in itertools.chain(*save.blocks):
@@ -140,4 +146,4 @@ class Saves:
                     jobs.discard(job)
                     if not jobs:
                         del self._blocks[block]
-            yield save, state, outcome.kept.get(job, ())
+            yield save, state, kept or ()

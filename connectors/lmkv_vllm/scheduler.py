@@ -27,7 +27,7 @@ from lmkv_vllm.events import Events
 from lmkv_vllm.geometry import Plan, pages_needed
 from lmkv_vllm.messages import Handshake, Load, Outcome, Step
 from lmkv_vllm.options import Options
-from lmkv_vllm.requests import Tracked
+from lmkv_vllm.requests import NO_DIGEST, Tracked
 from lmkv_vllm.saves import Saves
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ class Scheduler:
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, options: Options) -> None:
         self.config, self.options = config, options
         self.plan = Plan.of(config, cache, options.chunk_tokens)
-        self.sync = options.load == "sync"
-        if self.sync and self.plan.recurrent:
-            raise ConfigError("load", "sync would corrupt the state of recurrent layers: use async")
         self.weights = identity.weights_of(config, options.weights_id)
         self.hash = identity.hash_name(config, self.plan.hash_tokens)
         self.stats = Stats()
@@ -61,7 +58,7 @@ class Scheduler:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._fresh: list[int] = []
-        self._bad: set[bytes] = set()
+        self._bad: dict[bytes, set[int]] = {}
         self._failed: dict[str, str] = {}
         self._events = Events(config, self.plan)
         self._step_tokens = 0
@@ -128,7 +125,7 @@ class Scheduler:
         self._bad.clear()
         for state in self._requests.values():
             self._drop(state)
-            state.next_save = 0
+            state.stale = state.loading or state.request.num_computed_tokens > 0
         if self.host is not None:
             self.host.clear_later(old)
         self._events.cleared()
@@ -176,7 +173,7 @@ class Scheduler:
             return self._miss(state, "below min_hit_tokens")
         if not self._worth_it(self._tiers(state.answer, local, found), gain):
             return self._miss(state, "not worth loading")
-        return gain, not self.sync
+        return gain, True
 
     def _miss(self, state: Tracked, reason: str) -> tuple[int, bool]:
         state.reason = reason
@@ -220,29 +217,43 @@ class Scheduler:
 
     # Blocks.
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> bool:
         """vLLM has blocks for a request; ``tokens`` of them are to be loaded, 0 for none (another's, or done)."""
-        ids = blocks.get_block_ids()
         state = self._requests.get(request.request_id)
-        if state is None or state.loading:
-            return
-        if not tokens or state.answer is None:
-            if state.lookup is not None:
+        if not tokens:
+            if state is not None and not state.loading and state.lookup is not None:
                 self._log(state, 0)
                 self._drop(state)
-            return
+            return True
+        assert state is not None
+        assert state.answer is not None
+        ids = blocks.get_block_ids()
         chunk, start, stop = self.plan.chunk_tokens, state.local, state.local + tokens
-        first, last = start // chunk, stop // chunk
-        before, digests = state.chunks(self.plan, first, last)
-        targets = tuple(
+        before, digests = state.chunks(self.plan, start // chunk, stop // chunk)
+        targets = self._targets(ids, start, stop)
+        state.tiers = self._tiers(state.answer, start, stop)
+        self._start(state, Load(request.request_id, self.scope, start, stop, before, digests, targets))
+        state.hit, state.next_save = tokens, stop // chunk
+        self.stats.add("hit_tokens", tokens)
+        return True
+
+    def fail(self, request: Request, ids: tuple[list[int], ...]) -> None:
+        """vLLM waits for a load that could not be planned: hand the workers one that only fails."""
+        state = self._requests.setdefault(request.request_id, Tracked.of(request))
+        stop = max(len(ids[group.number]) * group.block_tokens for group in self.plan.groups)
+        targets = self._targets(ids, state.local, stop)
+        self._start(state, Load(request.request_id, self.scope, state.local, stop, NO_DIGEST, (), targets))
+
+    def _targets(self, ids: tuple[list[int], ...], start: int, stop: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(
             tuple(ids[group.number][start // group.block_tokens : stop // group.block_tokens])
             for group in self.plan.groups
         )
-        self._loads.append(Load(request.request_id, self.scope, start, stop, before, digests, targets))
-        self._fresh += itertools.chain(*targets)
-        state.loading, state.hit, state.next_save = True, tokens, last
-        state.tiers = self._tiers(state.answer, start, stop)
-        self.stats.add("hit_tokens", tokens)
+
+    def _start(self, state: Tracked, load: Load) -> None:
+        self._loads.append(load)
+        self._fresh += itertools.chain(*load.blocks)
+        state.loading = True
 
     def _tiers(self, answer: Answer, start: int, stop: int) -> dict[str, int]:
         """Tokens [start, stop) of a hit by tier."""
@@ -261,18 +272,25 @@ class Scheduler:
     # A step.
 
     def step(self, output: SchedulerOutput) -> Step:
-        """Everything the workers are to do in this step."""
+        """The loads of a step, and the saves to settle before it."""
         self._measure(output)
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None:
                 self._drop(state)
-                state.next_save = 0
-        step = Step(self.scope, self._loads, settle=self.saves.to_settle(output, self._fresh))
+                state.restart()
+        return self.bare_step(self.saves.to_settle(output, self._fresh))
+
+    def bare_step(self, settle: list[int] | None = None) -> Step:
+        """The loads that wait, once; without ``settle`` every save under way is settled."""
+        step = Step(self.scope, self._loads, settle=self.saves.all_jobs() if settle is None else settle)
         self._loads, self._fresh = [], []
+        return step
+
+    def save(self, output: SchedulerOutput, step: Step) -> None:
+        """Add what the step will have computed."""
         if self.host is not None and self.host.available:
             self.saves.add(output, self._requests, step)
-        return step
 
     def _measure(self, output: SchedulerOutput) -> None:
         """Seconds a token of prefill, from steps that computed enough of them."""
@@ -287,16 +305,19 @@ class Scheduler:
     def heard(self, outcome: Outcome) -> None:
         """Saves and loads that ended on the workers."""
         for save, state, kept in self.saves.heard(outcome):
-            self._bad.difference_update(kept)
+            for digest, group in kept:
+                if groups := self._bad.get(digest):
+                    groups.discard(group)
+                    if not groups:
+                        del self._bad[digest]
             self._events.stored(save, state, kept)
         for done in outcome.loaded:
             if done.reason:
-                self._bad.update(done.failed)
+                for digest, group in done.failed:
+                    self._bad.setdefault(digest, set()).add(group)
                 self._failed[done.request] = done.reason
             else:
                 self._note_speed(done.tiers, done.seconds)
-            if self.sync:
-                self.received(done.request)
 
     def _note_speed(self, tiers: Mapping[str, int], seconds: float) -> None:
         """Seconds a token of loading, kept for the slowest tier that took part."""
@@ -313,7 +334,8 @@ class Scheduler:
             return
         state.loading = False
         if failed:
-            state.next_save, state.reason = 0, f"load failed: {failed}"
+            state.restart()
+            state.reason = f"load failed: {failed}"
         self._log(state, 0 if failed else state.hit)
         self._drop(state)
 

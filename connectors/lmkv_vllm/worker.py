@@ -24,7 +24,7 @@ from lmkv.server.client import Host
 from lmkv.stats import Stats
 from lmkv.workers import Workers
 from lmkv_vllm import geometry
-from lmkv_vllm.messages import Handshake, Load, Loaded, Outcome, Save, Step
+from lmkv_vllm.messages import Handshake, Load, Loaded, Outcome, Part, Save, Step
 from lmkv_vllm.options import Options
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ class Worker:
         pp, tp = rank
         self.shard = (pp * config.parallel_config.tensor_parallel_size + tp) // self.plan.replicas
         self.writes = tp % self.plan.replicas == 0
-        self.sync = options.load == "sync"
         self.stats = Stats()
         self.host: Host | None = None
         self.pages: PagedKV | None = None
@@ -140,25 +139,29 @@ class Worker:
                 self.stats.add("saves.given_up")
 
     def load(self, step: Step) -> None:
-        """Start this step's loads, or do them where that is the setting."""
+        """Start this step's loads."""
         self._scope = step.scope
         for load in step.loads:
             with self._lock:
                 self._loads[load.request] = load
-            if self.sync:
-                self._load(load)
-            else:
+            try:
                 self._loaders.submit(self._load, load)
+            except Exception as error:  # vLLM waits for the request: it must hear of its end
+                self._end(Loaded(load.request, 0, {}, 0.0, 0, (), _reason(error)), load)
 
     def save(self, step: Step) -> None:
         """Start this step's saves; the forward that made their bytes has been submitted."""
         after = self._event() if step.saves else None
         for save in step.saves:
-            if not self.writes or self.pages is None:
-                self._saved(save, ())
+            if not self.writes:
+                self._saved(save, None)
                 continue
             job = self._jobs[save.job] = SaveJob(save, after)
-            self._savers.submit(self._save, job)
+            try:
+                self._savers.submit(self._save, job)
+            except Exception as error:
+                self.stats.add(f"save.failed.{_reason(error)}")
+                self._saved(save, ())
 
     def _event(self) -> Any:
         if not self.device.is_cuda:
@@ -175,8 +178,11 @@ class Worker:
             ended, self._ended = self._ended, []
         return ended
 
-    def bad_blocks(self, ended: Loaded, load: Load) -> set[int]:
+    def bad_blocks(self, ended: Loaded) -> set[int]:
         """The blocks that a failed load of a single-group model left without their bytes."""
+        load = self.take(ended.request)
+        if load is None:
+            return set()
         tokens = self.plan.groups[0].block_tokens
         return {block for block in load.blocks[0][max(0, ended.tokens - load.start) // tokens :] if block}
 
@@ -205,12 +211,16 @@ class Worker:
     def _load(self, load: Load) -> None:
         started = time.monotonic()
         try:
-            done = self._fetch(load)
+            done = self._fetch(load) if load.digests else Loaded(load.request, 0, {}, 0.0, 0, (), "no plan")
         except Exception as error:
-            done = Loaded(load.request, 0, {}, 0.0, 0, load.digests, _reason(error))
-        if load.scope != self._scope and not done.reason:
-            done.tokens, done.reason = 0, "reset"
+            failed = tuple((digest, g) for digest in load.digests for g in range(len(self.sizes)))
+            done = Loaded(load.request, load.start, {}, 0.0, 0, failed, _reason(error))
         done.seconds = time.monotonic() - started
+        self._end(done, load)
+
+    def _end(self, done: Loaded, load: Load) -> None:
+        if load.scope != self._scope and not done.reason:
+            done.tokens, done.reason = load.start, "reset"
         if done.reason:
             self.stats.add(f"load.failed.{done.reason}")
         with self._lock:
@@ -244,7 +254,7 @@ class Worker:
             got += len(run)
         if got == len(keys):
             return Loaded(load.request, load.stop, tiers, 0.0, nbytes)
-        at = keys[got].depth
+        at = keys[got].depth  # the chunks before it are whole; behind it everything may be missing
         return Loaded(
             load.request, max(load.start, at * chunk_tokens), tiers, 0.0, nbytes,
             load.digests[at - first : at - first + 1], reason or "ended early",
@@ -258,7 +268,7 @@ class Worker:
 
     def _save(self, job: SaveJob) -> None:
         save = job.save
-        kept: tuple[bytes, ...] = ()
+        kept: tuple[Part, ...] = ()
         try:
             kept = self._store(job)
         except Exception as error:
@@ -267,8 +277,8 @@ class Worker:
             job.end_copy(over=True)
             self._saved(save, kept)
 
-    def _store(self, job: SaveJob) -> tuple[bytes, ...]:
-        """Reserve, copy, commit. Returns the digests that every group now has."""
+    def _store(self, job: SaveJob) -> tuple[Part, ...]:
+        """Reserve, copy, commit. Returns what is stored now."""
         save, host = job.save, self.host
         chunk_tokens = self.plan.chunk_tokens
         assert host is not None
@@ -284,7 +294,7 @@ class Worker:
         ]
         size = max(self.sizes)
         step = max(1, BATCH_BYTES // size)
-        kept: list[bytes] = []
+        kept: list[Part] = []
         for at in range(0, len(keys), step):
             batch = keys[at : at + step]
             answers = host.reserve(str(save.job), [(key, self.sizes[key.group]) for key in batch], RESERVE_SECONDS)
@@ -292,13 +302,13 @@ class Worker:
             for key, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, str):
                     self.stats.add(f"save.{answer}")
-                    kept += [key.digest] if answer == "held" else []
+                    kept += [(key.digest, key.group)] if answer == "held" else []
             kept += self._fill(job, rows, taken)
             if "no slot" in answers:
                 break
         return tuple(kept)
 
-    def _fill(self, job: SaveJob, rows: PageRows, taken: Sequence[tuple[ChunkKey, Any]]) -> list[bytes]:
+    def _fill(self, job: SaveJob, rows: PageRows, taken: Sequence[tuple[ChunkKey, Any]]) -> list[Part]:
         """Copy into reserved memory and publish it; a job that was given up publishes nothing."""
         host, slots = self.host, [each for _, each in taken]
         assert host is not None
@@ -319,13 +329,15 @@ class Worker:
         done = host.commit(slots, masks, expires)
         self.stats.add("save.bytes", sum(self.sizes[key.group] for (key, _), ok in zip(taken, done, strict=True) if ok))
         self.stats.add("save.chunks", sum(done))
-        return [key.digest for (key, _), ok in zip(taken, done, strict=True) if ok]
+        return [(key.digest, key.group) for (key, _), ok in zip(taken, done, strict=True) if ok]
 
-    def _saved(self, save: Save, kept: Sequence[bytes]) -> None:
+    def _saved(self, save: Save, kept: tuple[Part, ...] | None) -> None:
+        """A save is over; ``kept`` None: another rank stores these bytes."""
         with self._lock:
             self._jobs.pop(save.job, None)
             self._outcome.saved[save.job] += 1
-            self._outcome.kept[save.job] = tuple(kept)
+            if kept is not None:
+                self._outcome.kept[save.job] = kept
 
 
 def _reason(error: Exception) -> str:

@@ -1,17 +1,28 @@
-"""The connector under vLLM's real scheduler, without a model: random schedules, every byte checked, nothing left."""
+"""The connector under vLLM's real scheduler, without a model: random schedules, every byte checked, nothing left.
+
+A schedule is made of its seed alone: what the requests are, how few blocks there are, when background work runs, what
+the host service gets wrong. ``LMKV_SEED=n`` runs one; the mark ``all`` runs a thousand.
+"""
 
 from __future__ import annotations
 
-from sim.engine import Engine
-from sim.host import Service
-from sim.models import MODELS
+import os
+import random
+from collections import Counter
+from typing import Any
+
 import pytest
+from sim.engine import Engine
+from sim.host import Faults, Service
+from sim.models import MODELS
+
+SEEDS = [int(os.environ["LMKV_SEED"])] if "LMKV_SEED" in os.environ else list(range(150))
+SOAK = range(150, 1000)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_is_stored_and_comes_back(name: str) -> None:
-    service = Service()
-    with Engine(MODELS[name], service=service) as engine:
+    with Engine(MODELS[name], blocks=70, service=Service()) as engine:
         prompt = list(range(100, 161))
         first = engine.generate(prompt, 6)
         engine.settle()
@@ -22,3 +33,138 @@ def test_a_prompt_is_stored_and_comes_back(name: str) -> None:
         engine.settle()
         engine.check_outputs()
         engine.check_nothing_left()
+
+
+def faults_of(dice: random.Random) -> Faults:
+    """Half of the schedules have a service that does all it is asked to, the others one with some faults."""
+    found = Faults(late=dice.random() < 0.7)
+    if dice.random() < 0.5:
+        return found
+    for name in vars(found):
+        if name != "late" and dice.random() < 0.4:
+            setattr(found, name, dice.choice([0.02, 0.1, 0.5]))
+    return found
+
+
+class Schedule:
+    """One random schedule, from its first request to the end of the engine."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = dice = random.Random(seed)
+        self.model = MODELS[dice.choice(list(MODELS))]
+        self.threads = dice.random() < 0.15
+        self.share = dice.choice([0.15, 0.4, 0.8, 1.0])
+        parts = dice.choice([1 << 30, 1 << 30, 40, 12])
+        self.service = Service(parts, faults_of(dice), random.Random(seed))
+        options: dict[str, Any] = {}
+        sync = self.model.name in {"full", "mla", "full tp2"} and dice.random() < 0.25
+        if sync:
+            options["load"] = "sync"
+            self.service.faults.fetch_reason = self.service.faults.fetch_error = 0.0
+        if dice.random() < 0.2:
+            options["offload_prompt_only"] = True
+        if dice.random() < 0.2:
+            options["min_hit_tokens"] = 16
+        blocks = self.model.blocks + dice.choice([0, 4, 12, 60])
+        self.engine = Engine(self.model, blocks, self.service, options, self.threads)
+        self.documents = [[dice.randrange(400) for _ in range(70)] for _ in range(4)]
+        self.left = dice.randint(6, 14)
+        self.forgetful = dice.choice([0.0, 0.1, 0.3])
+        self.events: Counter[str] = Counter()
+        self.refuse = dice.choice([0.0, 0.0, 0.05, 0.2])
+        self._refuse_allocations()
+
+    def _refuse_allocations(self) -> None:
+        """Now and then the block pool has nothing for a request, as if others had taken it all."""
+        manager = self.engine.scheduler.kv_cache_manager
+        allocate = manager.allocate_slots
+
+        def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+            if self.dice.random() < self.refuse:
+                self.events["refused"] += 1
+                return None
+            return allocate(*args, **kwargs)
+
+        manager.allocate_slots = allocate_slots
+
+    def prompt(self) -> list[int]:
+        dice = self.dice
+        return dice.choice(self.documents)[: dice.randint(3, 70)] + [
+            dice.randrange(400) for _ in range(dice.choice([0, 1, 5, 20]))
+        ]
+
+    def add(self) -> None:
+        dice = self.dice
+        params = {
+            key: value
+            for key, value, chance in (
+                ("lmkv.skip_save", True, 0.05), ("lmkv.skip_load", True, 0.05), ("lmkv.ttl", 600, 0.1), ("x", 1, 0.05),
+            )
+            if dice.random() < chance
+        }  # fmt: skip
+        self.engine.add(
+            self.prompt(), dice.randint(1, 14), params, dice.choice([None, None, None, "salt"]), dice.random() < 0.05
+        )
+        self.left -= 1
+
+    def disturb(self) -> None:
+        """What happens to an engine from outside."""
+        dice, engine = self.dice, self.engine
+        draw = dice.random()
+        if draw < 0.05 and engine.live:
+            engine.abort(dice.choice(engine.live))
+            self.events["abort"] += 1
+        elif draw < 0.07:
+            engine.reset(connector=dice.random() < 0.5)
+            self.events["reset"] += 1
+        elif draw < 0.085 and not engine.parked and not engine.scheduler.kv_holding_waiting:
+            engine.new_weights()
+            self.events["new weights"] += 1
+        elif draw < 0.10 and not engine.connector.side.sync:
+            self.service.evict(dice.randint(1, 6))
+        elif draw < 0.12:
+            self.service.demote(dice.randint(1, 6))
+        elif draw < 0.12 + self.forgetful:
+            engine.forget()
+
+    def run(self) -> None:
+        dice, engine = self.dice, self.engine
+        stop_at = dice.randint(5, 60) if dice.random() < 0.1 else 0
+        while self.left or engine.scheduler.has_requests():
+            while self.left and (dice.random() < 0.3 or not engine.scheduler.has_requests()):
+                self.add()
+            self.disturb()
+            engine.step(dice, self.share)
+            if engine.steps == stop_at:
+                return
+            assert engine.steps < 3000, engine.describe()
+        engine.settle()
+        engine.check_outputs()
+        engine.check_nothing_left()
+        assert engine.reports == engine.loads or self.model.ranks > 1 or engine.connector.side.sync
+
+    def check(self) -> None:
+        self.engine.check_stored(self.engine.stored())
+
+
+def run(seed: int) -> Schedule:
+    schedule = Schedule(seed)
+    try:
+        schedule.run()
+    finally:
+        schedule.engine.close()
+    schedule.check()
+    assert not schedule.service.leases
+    assert not schedule.service.writing
+    return schedule
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_schedule(seed: int) -> None:
+    run(seed)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("seed", SOAK)
+def test_random_schedule_soak(seed: int) -> None:
+    run(seed)

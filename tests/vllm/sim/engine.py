@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.parked: set[str] = set()
         self.reports = self.steps = self.loads = self.failures = 0
+        self._waiting: set[str] = set()
         self.handed_out: set[int] = set()
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, Any] = {}
@@ -191,6 +193,10 @@ class Engine:
         """`reset_prefix_cache`; False where vLLM cannot."""
         return self.scheduler.reset_prefix_cache(running, connector)
 
+    def forget(self) -> None:
+        """vLLM's own prefix cache is empty from now on; running requests keep their blocks."""
+        self.pool.evict_blocks({block.block_id for block in self.pool.blocks if not block.is_null})
+
     def new_weights(self) -> None:
         """What follows a weight update: everything computed before is void. Nothing may be parked."""
         assert self.reset(running=True)
@@ -234,10 +240,12 @@ class Engine:
         scheduler = self.scheduler
         self._note_hashes()
         output = scheduler.schedule()
-        for name, request in scheduler.requests.items():
-            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self.parked:
-                self.parked.add(name)
-                self.loads += 1
+        waiting = {n for n, r in scheduler.requests.items() if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS}
+        for name in waiting - self._waiting:
+            assert name not in self.parked, f"{name} is parked again before it was reported"
+            self.parked.add(name)
+            self.loads += 1
+        self._waiting = waiting
         fresh, self.handed_out = self.handed_out, set()
         for name in output.num_scheduled_tokens:
             request = scheduler.requests[name]
@@ -247,7 +255,7 @@ class Engine:
                 chain.life = request.num_preemptions  # type: ignore[attr-defined]
             chain.grow(list(request.all_token_ids))
         self.work(dice, share)
-        outs = [self._rank_step(rank, output, fresh, dice, share) for rank in self.ranks]
+        outs = self._execute(output, fresh, dice, share)
         for each in outs:
             self.reports += len(each.finished_recving or ())
             self.failures += len(each.failed_recving or ()) + bool(each.invalid_block_ids)
@@ -266,22 +274,38 @@ class Engine:
             self.rest()
         return output
 
-    def _rank_step(
-        self, rank: Rank, output: SchedulerOutput, fresh: set[int], dice: random.Random | None, share: float
-    ) -> KVConnectorOutput:
-        rank.begin(output)
-        self.work(dice, share)
-        computed = rank.update(output, self.chains)
-        rank.poison(fresh)
-        rank.zero(output.new_block_ids_to_zero)
-        rank.copy(output)
-        if output.total_num_scheduled_tokens:
+    def _execute(
+        self, output: SchedulerOutput, fresh: set[int], dice: random.Random | None, share: float
+    ) -> list[KVConnectorOutput]:
+        """The step on every rank. Only behind a load in the step may a request read what is wrong: the load has failed,
+        and whatever was computed out of that is garbage, on all ranks."""
+        computed: dict[str, int] = {}
+        wrong: dict[str, str] = {}
+        for rank in self.ranks:
+            rank.begin(output)
+            self.work(dice, share)
+            computed = rank.update(output, self.chains)
+            rank.poison(fresh)
+            rank.zero(output.new_block_ids_to_zero)
+            rank.copy(output)
             rank.carry_states(output, computed)
-        rank.bind(output)
-        self.work(dice, share)
-        if output.total_num_scheduled_tokens:
-            rank.forward(output, computed)
-        return rank.finish(output)
+            rank.bind(output)
+            self.work(dice, share)
+            wrong |= rank.forward(output, computed)
+        assert output.has_sync_kv_loads or not wrong, wrong
+        spoiled: set[str] = set()
+        while spoiled != set(wrong):
+            for name in set(wrong) - spoiled:
+                spoiled.add(name)
+                for rank in self.ranks:
+                    rank.spoil(name, computed[name], output.num_scheduled_tokens[name])
+            for rank in self.ranks:
+                wrong |= rank.check(output, computed)
+        outs = [rank.finish(output) for rank in self.ranks]
+        bad = set().union(*(each.invalid_block_ids for each in outs))
+        for name, text in wrong.items():
+            assert bad & set(itertools.chain(*self.ranks[0].rows[name].tables)), f"{text}; not reported"
+        return outs
 
     def _results(self, output: SchedulerOutput, outs: list[KVConnectorOutput]) -> ModelRunnerOutput:
         if not output.total_num_scheduled_tokens:
@@ -289,14 +313,11 @@ class Engine:
         else:
             names = list(output.num_scheduled_tokens)
             tokens = [self._sampled(name, output) for name in names]
-            made = [
-                ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens, None, {}, [], each) for each in outs
-            ]
-            for result, each in zip(made, outs, strict=True):
-                result.kv_connector_output = each
+            order = {name: i for i, name in enumerate(names)}
+            made = [ModelRunnerOutput(names, order, tokens, kv_connector_output=each) for each in outs]
         if len(made) == 1:
             return made[0]
-        result = self.aggregator.aggregate(made)
+        result = self.aggregator.aggregate(pickle.loads(pickle.dumps(made)))  # each comes from a process of its own
         assert result is not None
         return result
 

@@ -73,11 +73,13 @@ def mla(**changes: Any) -> MLAAttentionSpec:
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its layers, and how it is run. ``chunk``: tokens of a chunk; ranks: of tensor parallelism."""
+    """A model by its layers, and how it is run. chunk: tokens of a chunk; blocks: enough for one request of 110 tokens;
+    ranks: of tensor parallelism; retention: of vLLM's checkpoints, None keeps all."""
 
     name: str
     layers: tuple[KVCacheSpec, ...]
     chunk: int = 2 * BLOCK
+    blocks: int = 32
     ranks: int = 1
     retention: int | None = 0
     extra: tuple[tuple[str, Any], ...] = ()
@@ -93,10 +95,10 @@ MODELS = {
         Model("full", (full(),) * 3),
         Model("mla", (mla(),) * 3),
         Model("window", (sliding(),) * 2),
-        Model("full+window", (sliding(), sliding(), full())),
-        Model("full+window dense", (sliding(), full()), retention=None),
-        Model("full+mamba", (mamba(), mamba(), full()), chunk=BLOCK),
-        Model("full+mamba dense", (mamba(), full()), chunk=BLOCK, retention=None),
+        Model("full+window", (sliding(), sliding(), full()), blocks=66),
+        Model("full+window dense", (sliding(), full()), blocks=48, retention=None),
+        Model("full+mamba", (mamba(), mamba(), full()), chunk=BLOCK, blocks=44),
+        Model("full+mamba dense", (mamba(), full()), chunk=BLOCK, blocks=40, retention=None),
         Model("full tp2", (full(),) * 2, ranks=2),
         Model("mla tp2", (mla(max_tp_shards=1),) * 2, ranks=2),
     )

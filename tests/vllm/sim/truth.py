@@ -49,8 +49,8 @@ class Chain:
         have = 0 if known is None else len(known)
         if have < len(self._hashes):
             hashes = np.array(self._hashes[have:], np.uint64)[:, None]
-            places = np.arange(1, width + 1, dtype=np.uint64) * _A + np.uint64(layer + 1) * _C
             with np.errstate(over="ignore"):
+                places = np.arange(1, width + 1, dtype=np.uint64) * _A + np.uint64(layer + 1) * _C
                 mixed = (hashes ^ places) * _B
                 mixed = (mixed ^ (mixed >> np.uint64(29))) * _C
             rows = (mixed >> np.uint64(56)).astype(np.uint8)
