@@ -27,7 +27,7 @@ class ConfigError(LmkvError):
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
-        self.key = key
+        self.key, self.message = key, message
 
 
 class BadInput(LmkvError, ValueError):

@@ -32,7 +32,7 @@ def server(
         elected = service.main(path, check_names(loaded), ready)
     except ConfigError as error:
         if ready >= 0:
-            os.write(ready, str(error).encode())
+            os.write(ready, f"{error.key}\n{error.message}".encode())
         raise
     if not elected and ready < 0:
         raise ConfigError("socket", f"a host service listens at {path} already")

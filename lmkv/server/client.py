@@ -13,39 +13,26 @@ Unavailable("forked").
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import random
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmkv.config import Config
-from lmkv.errors import BadInput, ConfigError, LmkvError, Unavailable
+from lmkv.errors import BadInput, Unavailable
 from lmkv.keys import DIGEST_BYTES, SCOPE_BYTES, ChunkKey
 from lmkv.plan import Need
-from lmkv.server import election
 from lmkv.server import protocol as wire
-from lmkv.server.link import Channel, Dialer, Fetched, Link, Reserved, register
-from lmkv.server.service import settings_text
+from lmkv.server.caller import CALL, Caller
+from lmkv.server.link import Channel, Fetched, Reserved
 
 __all__ = ["Answer", "Fetched", "Host", "Query", "Reserved", "Unavailable"]
 
-log = logging.getLogger(__name__)
-CALL = 1.0
-RECONNECT, LONGEST_DELAY = 10.0, 5.0
 SHARE = 0.9  # of a call's timeout, for the service to answer in an orderly way
-BATCH = 256
+BATCH, BATCH_BYTES = 64, 1 << 20  # in one message
 LOST = ("lost", "", b"", 0)
-
-_HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class Query:
         growing, trailing = wire.pack_need(self.need)
         lease = wire.seconds(self.lease)
         return wire.Ask(
-            self.owner, self.scope, self.digests, self.chunk_tokens, growing, trailing, lease, self.first
+            wire.owner(self.owner), self.scope, self.digests, self.chunk_tokens, growing, trailing, lease, self.first
         )  # fmt: skip
 
 
@@ -86,191 +73,17 @@ class Answer(NamedTuple):
         return len(self.places)
 
 
-class Host:
+class Host(Caller):
     """This process's view of the host service. Thread-safe.
 
     socket: its path, by default ``$XDG_RUNTIME_DIR/lmkv/server.sock`` or ``/tmp/lmkv-<uid>/server.sock``. config, and
     over it linger: what a service is started with if none runs. spawn: start one. name: of this client, for people.
     """
 
-    def __init__(
-        self, socket: str = "", *, config: Config | None = None, spawn: bool = True, linger: float | None = None,
-        name: str = "",
-    ) -> None:  # fmt: skip
-        self.config = config or Config.load()
-        if linger is not None:
-            self.config = self.config.override(linger=linger)
-        settings = self.config.model_dump_json(exclude_unset=True)
-        self._dialer = Dialer(election.socket_path(socket), name or f"process {os.getpid()}", settings)
-        self._spawn = spawn
-        self._sizes: set[int] = set()
-        self._link: Link | None = None  # None while unavailable
-        self._last: Link | None = None
-        self._why = "not registered"
+    def __init__(self, socket: str = "", **options: Any) -> None:
         self._cursors: dict[bytes, tuple[str, int]] = {}
         self._queue: deque[tuple[wire.Ask, Future[Answer]] | str | bytes | Reserved] = deque()
-        self._changed = threading.Condition()
-        self._connecting = threading.Lock()
-        self._threads: dict[str, threading.Thread] = {}
-        self._forked = self._closed = False
-        _HOSTS.add(self)
-
-    # The service.
-
-    @property
-    def available(self) -> bool:
-        """Calls can work now."""
-        return self._link is not None and not self._forked
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers, host memory first; empty before a service was found."""
-        return self._last.tiers if self._last else ()
-
-    @property
-    def server_id(self) -> str:
-        """Of the service last registered with; another one has another."""
-        return self._last.server if self._last else ""
-
-    @property
-    def region(self) -> tuple[int, int]:
-        """(address, bytes) of the arena in this process, another one with every `server_id`; zeros before."""
-        return (self._last.memory.address, self._last.memory.nbytes) if self._last else (0, 0)
-
-    def register(self, sizes: Sequence[int], timeout: float = 20.0) -> None:
-        """Connect, starting a service if needed, and say which container sizes will be used; may be called again.
-
-        ConfigError: the service cannot take them, or speaks another version. Unavailable: none could be reached; it
-        will be tried again in the background.
-        """
-        self._check()
-        before, self._sizes = self._sizes, self._sizes | set(sizes)
-        try:
-            self._connect(time.monotonic() + timeout)
-        except ConfigError:
-            self._sizes = before
-            raise
-        finally:
-            if self._sizes:
-                self._start("lmkv-host", self._pump)
-                self._start("lmkv-host-reconnect", self._reconnect)
-
-    def _start(self, name: str, target: Callable[[], None]) -> None:
-        with self._changed:
-            if name not in self._threads:
-                self._threads[name] = threading.Thread(target=target, name=name, daemon=True)
-                self._threads[name].start()
-
-    def _connect(self, deadline: float) -> None:
-        if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise Unavailable("still connecting")
-        try:
-            before, huge = self._last, self.config.cpu.huge_pages
-            channel, server = self._dialer.dial(deadline, self._spawn)
-            try:
-                link = register(self._dialer, channel, server, sorted(self._sizes), huge, before, deadline)
-                with self._changed:
-                    if self._closed:
-                        raise Unavailable("closed")
-                    link.idle.append(channel)
-                    self._link = self._last = link
-            except BaseException as error:
-                channel.close()
-                if isinstance(error, OSError):
-                    raise Unavailable(f"the host service did not register this client: {error}") from None
-                raise
-        finally:
-            self._connecting.release()
-        if link is not before:
-            if before:
-                before.stopped.set()
-            if self.config.cpu.touch:
-                self._start(f"lmkv-host-touch-{link.server}", link.touch)
-            self._compare(link.settings)
-
-    def _compare(self, settings: str) -> None:
-        """Warn where the service runs with other settings than ours."""
-        theirs, ours = (
-            dict(line.partition("=")[::2] for line in text.splitlines())
-            for text in (settings, settings_text(self.config))
-        )
-        differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
-        if differ:
-            texts = (f"{key} is {theirs.get(key, 'not set')}, not {ours.get(key, 'set')}" for key in differ)
-            log.warning("the host service keeps its first client's settings: %s", "; ".join(texts))
-
-    def _reconnect(self) -> None:
-        while not self._closed:
-            with self._changed:
-                self._changed.wait_for(lambda: self._link is None or self._closed)
-                # Clients lose a service together; not all need to start the next one.
-                self._changed.wait_for(lambda: self._closed, random.uniform(0, 0.2))  # noqa: S311
-            delay = 0.1
-            while not (self._closed or self._reconnected()):
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed, delay)
-                delay = min(2 * delay, LONGEST_DELAY)
-
-    def _reconnected(self) -> bool:
-        try:
-            self._connect(time.monotonic() + RECONNECT)
-        except (LmkvError, OSError) as error:
-            self._why = str(error)
-        return self._link is not None
-
-    # Calls.
-
-    def _check(self) -> None:
-        if self._forked or self._closed:
-            raise Unavailable("forked" if self._forked else "closed")
-
-    def _current(self) -> Link:
-        self._check()
-        link = self._link
-        if link is None:
-            raise Unavailable(self._why)
-        return link
-
-    def _call(self, request: wire.Message, timeout: float = CALL, link: Link | None = None) -> Any:
-        """One request and its reply; over ``link``, if given, or not at all."""
-        current, deadline = self._current(), time.monotonic() + timeout
-        if link not in (None, current):
-            raise Unavailable(self._why or "another host service has taken over")
-        channel: Channel | None = None
-        try:
-            channel = current.take(deadline)
-            channel.send(request, deadline)
-            reply = channel.recv(deadline)
-        except BaseException as error:
-            if channel:
-                channel.close()
-            if isinstance(error, OSError):
-                raise self._lose(current, error) from None
-            raise
-        self._give(current, channel)
-        if isinstance(reply, wire.Refused):
-            raise Unavailable(reply.message)
-        return reply
-
-    def _give(self, link: Link, channel: Channel) -> None:
-        with self._changed:
-            if self._link is link:
-                link.idle.append(channel)
-                return
-        channel.close()
-
-    def _lose(self, link: Link, error: OSError) -> Unavailable:
-        """A call failed: what comes next waits for a new connection. Returns what to raise."""
-        if self._forked:
-            return Unavailable("forked")
-        why = "the host service does not answer" if isinstance(error, TimeoutError) else f"host service: {error}"
-        with self._changed:
-            if self._link is link:
-                self._link, self._why = None, why
-                while link.idle:
-                    link.idle.pop().close()
-                self._changed.notify_all()
-        return Unavailable(why)
+        super().__init__(socket, **options)
 
     # Lookup.
 
@@ -290,7 +103,7 @@ class Host:
 
     def release(self, *owners: str) -> None:
         """End their leases, soon; never blocks and never fails: a lease also ends by itself."""
-        self._later(*owners)
+        self._later(*map(wire.owner, owners))
 
     def _later(self, *items: tuple[wire.Ask, Future[Answer]] | str | bytes | Reserved) -> None:
         if not (self._forked or self._closed):
@@ -298,13 +111,18 @@ class Host:
                 self._queue.extend(items)
                 self._changed.notify_all()
 
-    def _pump(self) -> None:
+    def _send_later(self) -> None:
         """Send what was queued, in order, in as few messages as that takes."""
         while True:
             batch: list[Any] = []
+            nbytes = 0
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)
-                while self._queue and len(batch) < BATCH and type(self._queue[0]) is type((batch or self._queue)[0]):
+                while self._queue and len(batch) < BATCH and nbytes < BATCH_BYTES:
+                    item = self._queue[0]
+                    if type(item) is not type((batch or self._queue)[0]):
+                        break
+                    nbytes += len(item[0].digests) if isinstance(item, tuple) else 0
                     batch.append(self._queue.popleft())
             if not batch:
                 return
@@ -465,30 +283,6 @@ class Host:
         found = [(kind, link.tiers[tier], digest, group) for kind, tier, digest, group in reply.events]
         return [LOST, *found] if moved or reply.lost else found
 
-    def close(self) -> None:
-        """Let go of everything and disconnect. What was handed out and is still in use stays mapped, and is the
-        service's to take back when this process ends."""
-        link = self._link
-        if link and not link.out and not self._forked:
-            with suppress(OSError):
-                channel = link.take(time.monotonic() + CALL)
-                channel.send(wire.Bye(), time.monotonic() + CALL)
-                channel.close()
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._forked:
-            return
-        with self._changed:
-            self._closed, self._link = True, None
-            self._changed.notify_all()
-        for channel in list(self._dialer.open):
-            channel.shutdown()
-        if self._last:
-            self._last.close()
-        for thread in self._threads.values():
-            thread.join(CALL)
-
 
 def _answers(reply: Any) -> list[Answer]:
     return [Answer(each.places, each.reason) for each in reply.found]
@@ -499,20 +293,3 @@ def _finish(channel: Channel) -> wire.Reply:
     deadline = time.monotonic() + CALL
     channel.send(wire.Ack(False), deadline)
     return channel.recv(deadline)
-
-
-def _after_fork() -> None:
-    for host in _HOSTS:
-        host._forked = True
-        for channel in list(host._dialer.open):
-            channel.close()  # or the child's words would be taken for the parent's
-
-
-def _at_exit() -> None:
-    """A thread inside a native call must not meet the end of the interpreter; no Bye, since copies may still run."""
-    for host in list(_HOSTS):
-        host._stop()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)

@@ -180,7 +180,7 @@ class Connection:
         try:
             storage = self.service.prepare(message.sizes)
         except ConfigError as error:
-            self.channel.send(wire.Refused(error.key, str(error).removeprefix(f"{error.key}: ")))
+            self.channel.send(wire.Refused(error.key, error.message))
             return
         except LmkvError as error:
             self.channel.send(wire.Refused("tiers", str(error)))
@@ -225,6 +225,7 @@ class Connection:
                 break
             wanted.append(Wanted(entry, key, nbytes))
         storage.stats.add("retrieves")
+        self._touch(storage, keys)  # first, so that making room for the last chunks does not evict the first
         got = 0
         with closing(storage.fetch(wanted, deadline)) as runs:
             for run in runs:
@@ -239,9 +240,7 @@ class Connection:
                 got += len(run)
                 if not self._deliver(storage, session, message.number, run):
                     break
-        used = keys[:got]
-        self._touch(storage, used)
-        storage.write_through(used, Tally())
+        storage.write_through(keys[:got], Tally())
         self.channel.send(wire.End(reason))
 
     def _deliver(self, storage: StorageManager, session: Session, number: int, run: Sequence[Ready]) -> bool:

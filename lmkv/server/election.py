@@ -1,7 +1,8 @@
 """Who is the service: one process a socket, chosen by locks, which the kernel gives back however a process ends.
 
-Who starts holds a lock on the socket's folder until somebody listens; the service holds ``<socket>.lock`` while it
-lives. So a starter that finds the second lock taken knows: the service listens, or is ending and worth waiting for.
+Who starts holds a lock on the socket's folder until somebody listens; the service holds ``<socket>.lock``, with its
+process id in it, while it lives. So a starter that finds the second lock taken knows: the service listens, or is ending
+and worth waiting for.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _listens(path: str) -> bool:
 def spawn(path: str, settings: str, deadline: float) -> None:
     """Start a service in a session of its own and wait until one listens. settings: a Config as JSON.
 
-    Unavailable: none does before ``deadline`` (time.monotonic), with the reason if there is one.
+    Unavailable: none does before ``deadline`` (time.monotonic). ConfigError: it was refused.
     """
     ready, says = os.pipe()
     try:
@@ -110,8 +111,10 @@ def spawn(path: str, settings: str, deadline: float) -> None:
         poll.register(ready, select.POLLIN)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise Unavailable(f"the host service did not start in time; see {path}.log")
-        answer = os.read(ready, 4096).decode(errors="replace")
-        if answer != "listening":
-            raise Unavailable(f"the host service did not start: {answer or f'see {path}.log'}")
+        key, _, message = os.read(ready, 4096).decode(errors="replace").partition("\n")
+        if message:
+            raise ConfigError(key, message)
+        if key != "listening":
+            raise Unavailable(f"the host service did not start; see {path}.log")
     finally:
         os.close(ready)

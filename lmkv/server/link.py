@@ -38,6 +38,11 @@ class Dialer:
             self._next += count
             return range(self._next - count, self._next)
 
+    def channels(self) -> list[Channel]:
+        """All that is open."""
+        with self._lock:
+            return list(self.open)
+
     def dial(self, deadline: float, spawn: bool) -> tuple[Channel, str]:
         """A greeted connection and the service's id; ``spawn`` starts one where none listens. Unavailable,
         ConfigError."""
@@ -51,7 +56,8 @@ class Dialer:
                 continue
             except OSError as error:
                 raise Unavailable(f"{self.path}: {error}") from None
-            self.open.add(channel)
+            with self._lock:
+                self.open.add(channel)
             try:
                 channel.send(wire.Hello(wire.VERSION, self.session, self.name), deadline)
                 reply = channel.recv(deadline)

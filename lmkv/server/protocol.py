@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from lmkv import _native
 from lmkv.errors import BadInput
 from lmkv.index import MAX_SHARDS
 from lmkv.keys import DIGEST_BYTES, ChunkKey
@@ -332,7 +333,9 @@ class Channel(Generic[T]):
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> bytes:
-    """Chunk keys as bytes."""
+    """Chunk keys as bytes. BadInput: more than 65,536."""
+    if len(keys) > MAX_ITEMS:
+        raise BadInput(f"{len(keys)} keys in one call; at most {MAX_ITEMS}")
     return b"".join([_KEY.pack(*key) for key in keys])
 
 
@@ -353,13 +356,22 @@ def to_mask(packed: bytes) -> int:
     return int.from_bytes(packed, "little")
 
 
+def owner(name: str) -> str:
+    """A lease's owner as it may travel: short plain text is itself, anything else its hash."""
+    if len(name) <= 256 and name.isascii():
+        return name
+    return _native.blake3(name.encode("utf-8", "surrogatepass")).hex()
+
+
 def seconds(value: float) -> float:
     """A timeout as it may travel: from 0 to a day."""
     return min(max(value, 0.0), DAY)
 
 
 def pack_need(need: Need) -> tuple[bytes, list[Tail]]:
-    """A restoration rule as the fields of an Ask."""
+    """A restoration rule as the fields of an Ask. BadInput: more than 64 groups."""
+    if need.growing.bit_length() > 64 * MAX_SHARDS or any(each.group > 63 for each in need.trailing):
+        raise BadInput("a lookup is over at most 64 groups")
     tails = [Tail(each.group, to_bytes(each.bits), [to_bytes(page) for page in each.pages]) for each in need.trailing]
     return to_bytes(need.growing), tails
 

@@ -67,7 +67,10 @@ class Service:
     def stats(self, storage: StorageManager) -> dict[str, Any]:
         """Counters, tiers, and the clients with what they hold."""
         with self._lock:
-            clients = [{"name": each.name, "holds": each.holding} for each in self._sessions.values()]
+            clients = [
+                {"name": each.name, "connections": len(each.connections), "holds": each.holding}
+                for each in self._sessions.values()
+            ]
         return {**storage.stats.snapshot(), "tiers": storage.usage(), "clients": clients, "server": self.name}
 
     # Sessions and connections.
@@ -201,6 +204,8 @@ def main(path: str, config: Config, ready: int = -1) -> bool:
     elected = election.listen(path)
     if elected:
         listener, lock = elected
+        os.ftruncate(lock, 0)
+        os.write(lock, b"%d\n" % os.getpid())
         sys.setswitchinterval(SWITCH_INTERVAL)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

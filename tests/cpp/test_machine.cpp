@@ -1,10 +1,12 @@
 // Slabs, the thread pool, and both in a forked child.
 #include <errno.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -23,6 +25,26 @@ void test_slab_is_aligned_and_zero() {
         CHECK(slab.nbytes() >= 5 * kMiB + 1 && slab.nbytes() % 4096 == 0);
         CHECK(slab.base()[0] == 0 && slab.base()[slab.nbytes() - 1] == 0);
     }
+}
+
+void test_slabs_of_a_file_share_it() {
+    const int fd = memfd_create("test", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, 4 * kMiB) == 0);
+    lmkv::Slab one(4 * kMiB, true, fd), two(2 * kMiB, false, fd);
+    bool refused = false;
+    try {
+        lmkv::Slab longer(4 * kMiB + 1, true, fd);
+    } catch (const std::bad_alloc&) {
+        refused = true;
+    }
+    CHECK(refused);
+    close(fd);
+    CHECK(reinterpret_cast<std::uintptr_t>(two.base()) % (2 * kMiB) == 0);
+    CHECK(one.touch(0, one.nbytes()) == 0);
+    one.base()[5] = 7;
+    CHECK(two.base()[5] == 7);
+    one.close();
+    CHECK(two.base()[5] == 7);
 }
 
 void test_touch_keeps_bytes_beside_a_writer() {
@@ -90,6 +112,7 @@ void test_a_forked_child_has_its_own_threads() {
 
 void test_memory() {
     test_slab_is_aligned_and_zero();
+    test_slabs_of_a_file_share_it();
     test_touch_keeps_bytes_beside_a_writer();
     test_close_waits_for_no_touch();
 }
