@@ -154,6 +154,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             elif self._by_blocks and (bad := self.worker.bad_blocks(done)):
                 self._bad_blocks |= bad
             else:
+                self.worker.take(done.request)
                 results.failed_recving.add(done.request)
         return results
 

@@ -213,8 +213,7 @@ class Worker:
         try:
             done = self._fetch(load) if load.digests else Loaded(load.request, 0, {}, 0.0, 0, (), "no plan")
         except Exception as error:
-            failed = tuple((digest, g) for digest in load.digests for g in range(len(self.sizes)))
-            done = Loaded(load.request, load.start, {}, 0.0, 0, failed, _reason(error))
+            done = Loaded(load.request, load.start, {}, 0.0, 0, ((load.digests[0], 0),), _reason(error))
         done.seconds = time.monotonic() - started
         self._end(done, load)
 
@@ -241,23 +240,26 @@ class Worker:
         assert self.host is not None
         tiers: dict[str, int] = {}
         got, nbytes, reason = 0, 0, ""
-        for run in self.host.fetch(keys, [self.sizes[key.group] for key in keys], self.options.load_timeout):
-            if isinstance(run, str):
-                reason = run
-                break
-            rows.scatter(zip(keys[got : got + len(run)], run, strict=True))
-            for key, each in zip(keys[got : got + len(run)], run, strict=True):
-                nbytes += self.sizes[key.group]
-                if key.group == keys[0].group:
-                    tier = self.host.tiers[each.tier]
-                    tiers[tier] = tiers.get(tier, 0) + chunk_tokens
-            got += len(run)
+        try:
+            for run in self.host.fetch(keys, [self.sizes[key.group] for key in keys], self.options.load_timeout):
+                if isinstance(run, str):
+                    reason = run
+                    break
+                rows.scatter(zip(keys[got : got + len(run)], run, strict=True))
+                for key, each in zip(keys[got : got + len(run)], run, strict=True):
+                    nbytes += self.sizes[key.group]
+                    if key.group == keys[0].group:
+                        tier = self.host.tiers[each.tier]
+                        tiers[tier] = tiers.get(tier, 0) + chunk_tokens
+                got += len(run)
+        except LmkvError as error:
+            reason = _reason(error)
         if got == len(keys):
             return Loaded(load.request, load.stop, tiers, 0.0, nbytes)
         at = keys[got].depth  # the chunks before it are whole; behind it everything may be missing
         return Loaded(
             load.request, max(load.start, at * chunk_tokens), tiers, 0.0, nbytes,
-            load.digests[at - first : at - first + 1], reason or "ended early",
+            ((keys[got].digest, keys[got].group),), reason or "ended early",
         )  # fmt: skip
 
     def _key(

@@ -22,6 +22,7 @@ from lmkv.errors import ConfigError, LmkvError, Unavailable
 from lmkv.server import election
 from lmkv.server import protocol as wire
 from lmkv.server.link import Channel, Dialer, Link, register
+from lmkv.server.lookups import Asker
 from lmkv.server.service import settings_text
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Caller:
         self._changed = threading.Condition()
         self._connecting = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
+        self._asker = Asker(CALL, self._lose_current)
         self._forked = self._closed = False
         _CALLERS.add(self)
 
@@ -113,6 +115,7 @@ class Caller:
             channel, server = self._dialer.dial(deadline, self._spawn)
             try:
                 link = register(self._dialer, channel, server, sorted(self._sizes), huge, before, deadline)
+                self._asker.attach(link.take(deadline))
                 with self._changed:
                     if self._closed:
                         raise Unavailable("closed")
@@ -217,6 +220,11 @@ class Caller:
                 self._changed.notify_all()
         return Unavailable(why)
 
+    def _lose_current(self, error: OSError) -> Unavailable:
+        """The questions' connection ended."""
+        link = self._link
+        return self._lose(link, error) if link else Unavailable(self._why)
+
     def _send_later(self) -> None:
         """A thread of its own for what was queued; until closed."""
 
@@ -235,6 +243,7 @@ class Caller:
         with self._changed:
             self._closed, self._link = True, None
             self._changed.notify_all()
+        self._asker.close()
         for channel in self._dialer.channels():
             channel.shutdown()  # whoever waits on it closes it
         if self._last:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,11 +26,12 @@ from lmkv.plan import Need
 from lmkv.server import protocol as wire
 from lmkv.server.caller import CALL, Caller
 from lmkv.server.link import Channel, Fetched, Reserved
+from lmkv.server.lookups import Asked
 
 __all__ = ["Answer", "Fetched", "Host", "Query", "Reserved", "Unavailable"]
 
 SHARE = 0.9  # of a call's timeout, for the service to answer in an orderly way
-BATCH, BATCH_BYTES = 64, 1 << 20  # in one message
+BATCH = 64
 LOST = ("lost", "", b"", 0)
 
 
@@ -82,7 +82,7 @@ class Host(Caller):
 
     def __init__(self, socket: str = "", **options: Any) -> None:
         self._cursors: dict[bytes, tuple[str, int]] = {}
-        self._queue: deque[tuple[wire.Ask, Future[Answer]] | str | bytes | Reserved] = deque()
+        self._queue: deque[bytes | Reserved] = deque()
         super().__init__(socket, **options)
 
     # Lookup.
@@ -91,21 +91,24 @@ class Host(Caller):
         """Ask now. Unavailable."""
         return _answers(self._call(wire.Lookup([query.ask()]), timeout))[0]
 
-    def lookup_later(self, query: Query) -> Future[Answer]:
-        """Never blocks: what is asked while an answer is awaited goes in one message. Unavailable in the future."""
-        future: Future[Answer] = Future()
+    def lookup_later(self, query: Query) -> Asked:
+        """Ask, and go on: never blocks, and needs no thread to run in between. Failures are in what is returned."""
+        if self.available:
+            return self._asker.ask(wire.Lookup([query.ask()]), lambda reply: _answers(reply)[0])
+        asked = Asked(self._asker, _answers)
         try:
             self._current()
-            self._later((query.ask(), future))
+            raise Unavailable(self._why)
         except Unavailable as error:
-            future.set_exception(error)
-        return future
+            asked.settle(None, error)
+        return asked
 
     def release(self, *owners: str) -> None:
         """End their leases, soon; never blocks and never fails: a lease also ends by itself."""
-        self._later(*map(wire.owner, owners))
+        if self.available:
+            self._asker.ask(wire.Release([wire.owner(name) for name in owners]), lambda reply: reply)
 
-    def _later(self, *items: tuple[wire.Ask, Future[Answer]] | str | bytes | Reserved) -> None:
+    def _later(self, *items: bytes | Reserved) -> None:
         if not (self._forked or self._closed):
             with self._changed:
                 self._queue.extend(items)
@@ -114,43 +117,23 @@ class Host(Caller):
     def _send_later(self) -> None:
         """Send what was queued, in order, in as few messages as that takes."""
         while True:
-            batch: list[Any] = []
-            nbytes = 0
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)
-                while self._queue and len(batch) < BATCH and nbytes < BATCH_BYTES:
-                    item = self._queue[0]
-                    if type(item) is not type((batch or self._queue)[0]):
-                        break
-                    nbytes += len(item[0].digests) if isinstance(item, tuple) else 0
-                    batch.append(self._queue.popleft())
+                batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
             if not batch:
                 return
-            if isinstance(batch[0], tuple):
-                batch = [item for item in batch if item[1].set_running_or_notify_cancel()]
+            slots = [item for item in batch if isinstance(item, Reserved)]
             try:
-                self._send(batch)
-            except Exception as error:
-                for item in batch:
-                    if isinstance(item, tuple):
-                        item[1].set_exception(error)
-                    elif isinstance(item, Reserved):
-                        item.link.back([item.number], known=False)
-            del batch
-
-    def _send(self, batch: list[Any]) -> None:
-        match batch:
-            case [str(), *_]:
-                self._call(wire.Release(batch))
-            case [Reserved(), *_]:
-                self._call(wire.LetGo([each.number for each in batch]))
-            case [bytes(), *_]:
-                for scope in batch:
-                    self._call(wire.Clear(scope, False))
-            case [tuple(), *_]:
-                answers = _answers(self._call(wire.Lookup([ask for ask, _ in batch])))
-                for (_, future), answer in zip(batch, answers, strict=True):
-                    future.set_result(answer)
+                if slots:
+                    self._call(wire.LetGo([each.number for each in slots]))
+            except Exception:
+                for each in slots:
+                    each.link.back([each.number], known=False)
+            for scope in batch:
+                if isinstance(scope, bytes):
+                    with suppress(Unavailable):
+                        self._call(wire.Clear(scope, False))
+            del batch, slots
 
     # Reading.
 

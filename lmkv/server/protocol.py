@@ -257,6 +257,14 @@ Reply = Welcome | Refused | Registered | Answers | Run | End | Granted | Committ
 _ENCODER = msgspec.msgpack.Encoder()
 
 
+def frame(message: Message) -> bytes:
+    """A message as it travels. BadInput: it is too large."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME:
+        raise BadInput(f"a message of {len(body)} bytes; at most {MAX_FRAME}")
+    return _HEAD.pack(len(body)) + body
+
+
 class Channel(Generic[T]):
     """One connection; a thread at a time. Deadlines are of time.monotonic.
 
@@ -269,14 +277,11 @@ class Channel(Generic[T]):
 
     def send(self, message: Message, deadline: float = FOREVER, fds: Sequence[int] = ()) -> None:
         """Send one message whole. BadInput, and nothing sent: it is too large."""
-        body = _ENCODER.encode(message)
-        if len(body) > MAX_FRAME:
-            raise BadInput(f"a message of {len(body)} bytes; at most {MAX_FRAME}")
-        frame = _HEAD.pack(len(body)) + body
+        data = frame(message)
         self._limit(deadline)
         if fds:
-            frame = frame[socket.send_fds(self.sock, [frame], fds) :]
-        self.sock.sendall(frame)
+            data = data[socket.send_fds(self.sock, [data], fds) :]
+        self.sock.sendall(data)
 
     def recv(self, deadline: float = FOREVER) -> T:
         """The next message."""
@@ -295,11 +300,29 @@ class Channel(Generic[T]):
                 socket.close(fd)
             raise
 
+    def unframe(self, data: bytearray) -> T | None:
+        """Take the first whole message off ``data``, None when there is none yet. ConnectionError: a bad one."""
+        if len(data) < _HEAD.size:
+            return None
+        (size,) = _HEAD.unpack_from(data)
+        self._check(size)
+        if len(data) < _HEAD.size + size:
+            return None
+        body = bytes(data[_HEAD.size : _HEAD.size + size])
+        del data[: _HEAD.size + size]
+        return self._decode(body)
+
     def _body(self, size: int, deadline: float) -> T:
+        self._check(size)
+        return self._decode(self._read(size, deadline))
+
+    def _check(self, size: int) -> None:
         if not 0 < size <= MAX_FRAME:
             raise ConnectionError(f"a frame of {size} bytes")
+
+    def _decode(self, body: bytes) -> T:
         try:
-            return self._decoder.decode(self._read(size, deadline))
+            return self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConnectionError(f"a bad frame: {error}") from None
 

@@ -22,7 +22,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 
 class MlaPrefixes:
-    """While ``allowed``, prefix caching stays as configured for MLA models on CPUs without AMX, where vLLM turns it off.
+    """While ``allowed``, vLLM leaves prefix caching on for MLA models on CPUs without AMX, where it turns it off.
 
     Its reference kernels do continue a prefix; without this there is no local hit to compare with.
     """

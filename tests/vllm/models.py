@@ -16,9 +16,9 @@ SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class Model:
-    """name: the test's. checkpoint: of `tools/vllm_models.py`, or smollm2. args: for `Engine.open`. usual: in the default set.
+    """name: the test's. checkpoint: of `tools/vllm_models.py`, or smollm2. args: for `Engine.open`.
 
-    trouble: why this CPU cannot run it.
+    usual: in the default set. trouble: why this CPU cannot run it.
     """
 
     name: str

@@ -266,9 +266,11 @@ class FakeHost:
                     got.append("held")
                 elif key in service.writing:
                     got.append("in flight")
-                elif (got and got[-1] == "no slot") or service.chance(service.faults.reserve_refused):
-                    got.append("no slot")
-                elif not service.room():
+                elif (
+                    (got and got[-1] == "no slot")
+                    or service.chance(service.faults.reserve_refused)
+                    or not service.room()
+                ):
                     got.append("no slot")
                 else:
                     lent = service.writing[key] = Lent(size, key)

@@ -108,7 +108,7 @@ class Rank:
                 row = self.rows[request_id]
                 row.chain = chains[request_id]
                 for table, ids in zip(row.tables, given or [()] * len(row.tables), strict=True):
-                    table += ids
+                    table.extend(ids)
         return computed
 
     def carry_states(self, output: SchedulerOutput, computed: dict[str, int]) -> None:
@@ -129,35 +129,15 @@ class Rank:
             if spec is not None:
                 self.rows[request_id].state_at = cdiv(computed[request_id] + count, spec.block_size) - 1
 
-    def forward(self, output: SchedulerOutput, computed: dict[str, int]) -> dict[str, str]:
-        """Write what this step computes, then check all that it reads; returns what was wrong, by request."""
+    def forward(self, output: SchedulerOutput, computed: dict[str, int]) -> None:
+        """Write what this step computes, then check all that it reads."""
         for request_id, count in output.num_scheduled_tokens.items():
             for g in range(len(self.layers)):
                 self._write(self.rows[request_id], g, computed[request_id], count)
-        wrong = self.check(output, computed)
         for request_id, count in output.num_scheduled_tokens.items():
             for g in range(len(self.layers)):
+                self._check(request_id, g, computed[request_id])
                 self._advance(self.rows[request_id], g, computed[request_id] + count)
-        return wrong
-
-    def check(self, output: SchedulerOutput, computed: dict[str, int]) -> dict[str, str]:
-        """What is wrong of what the step's requests read."""
-        wrong: dict[str, str] = {}
-        for request_id in output.num_scheduled_tokens:
-            for g in range(len(self.layers)):
-                try:
-                    self._check(request_id, g, computed[request_id])
-                except AssertionError as error:
-                    wrong[request_id] = str(error)
-        return wrong
-
-    def spoil(self, request_id: str, first: int, count: int) -> None:
-        """Tokens computed out of garbage are garbage."""
-        row = self.rows[request_id]
-        for g, layers in enumerate(self.layers):
-            for _, array, spec in layers:
-                blocks, slots = self._places(row, g, first, first + count, spec.block_size)
-                array[blocks, :, slots, :] = 0x99
 
     def _places(self, row: Row, group: int, first: int, stop: int, size: int) -> tuple[Any, Any]:
         tokens = np.arange(first, stop)
@@ -204,15 +184,13 @@ class Rank:
         self.connector.handle_preemptions(output.kv_connector_metadata)
 
     def bind(self, output: SchedulerOutput) -> None:
+        assert not output.has_sync_kv_loads
         self.connector.bind_connector_metadata(output.kv_connector_metadata)
-        if output.has_sync_kv_loads:
-            self.connector.start_load_kv(SimpleNamespace(attn_metadata=None))
 
     def finish(self, output: SchedulerOutput) -> KVConnectorOutput:
         """The hooks behind the forward, in vLLM's order."""
         connector = self.connector
-        if not output.has_sync_kv_loads:
-            connector.start_load_kv(SimpleNamespace(attn_metadata=None))
+        connector.start_load_kv(SimpleNamespace(attn_metadata=None))
         connector.wait_for_save()
         results = connector.get_transfer_results(output.finished_req_ids)
         found = KVConnectorOutput(

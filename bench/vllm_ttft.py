@@ -1,0 +1,159 @@
+"""Time to the first token of a long prompt in a real vLLM: computed, from its own prefix cache, and through connectors.
+
+    .venv-vllm/bin/python bench/vllm_ttft.py [--json] [--rounds 7] [--tokens 2600]
+
+Three engines live at once, so that neighbours in a round share the machine's mood: vLLM alone, with lmkv, and with
+vLLM's ExampleConnector (its files stay in the page cache). All compute the same prompts first; then the one with lmkv
+and its host service are started again, and the hits are measured in turn, each prompt from disk before from memory.
+CPU seconds are those of all processes of an engine, and of the host service, until their work on the prompt is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+
+from engine import Engine, example_config  # noqa: E402
+from service import service_pid, settled, stop_service  # noqa: E402
+
+from lmkv.cli.output import emit, track  # noqa: E402
+
+MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
+COLD, LOCAL = "computed, vLLM alone", "vLLM's own prefix hit"
+COLD_LMKV, HOST, DISK = "computed and stored, lmkv", "lmkv hit, host memory", "lmkv hit, disk after restart"
+COLD_EXAMPLE, EXAMPLE = "computed and stored, ExampleConnector", "ExampleConnector hit, page cache"
+STEPS = (COLD, COLD_LMKV, COLD_EXAMPLE, LOCAL, HOST, DISK, EXAMPLE)
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    """Random token ids, others for every number."""
+    return random.Random(number).choices(range(100, 40_000), k=tokens)
+
+
+def cpu_seconds(engine: Engine, socket: Path) -> float:
+    """CPU time so far of the engine's processes and, where there is one, of the service on ``socket``."""
+    processes = engine.processes()
+    pid = service_pid(socket)
+    with suppress(psutil.NoSuchProcess):
+        processes += [psutil.Process(pid)] if pid else []
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class Bench:
+    """The three engines, and what each step took, run by run: (seconds to the first token, CPU seconds)."""
+
+    def __init__(self, folder: Path, tokens: int, stack: ExitStack) -> None:
+        self.folder, self.tokens, self.socket = folder, tokens, folder / "socket"
+        self.runs: dict[str, list[tuple[float, float]]] = {step: [] for step in STEPS}
+        stack.callback(stop_service, self.socket)
+        self.alone, self.lmkv, self.example = (
+            stack.enter_context(Engine(folder / f"{name}.log", split=True, calm=False))
+            for name in ("alone", "lmkv", "example")
+        )
+        self.args: dict[str, Any] = {"max_model_len": tokens + 100, "max_num_batched_tokens": tokens + 100}
+        self.alone.open(MODEL, **self.args)
+        self.open_lmkv()
+        self.example.open(MODEL, transfer=example_config(folder / "example"), **self.args)
+        for engine in (self.alone, self.lmkv, self.example):
+            engine.generate([prompt(10**6, tokens)], max_tokens=1)  # the first one pays for what is made lazily
+        self.settle()
+
+    def open_lmkv(self) -> None:
+        """Start the engine with lmkv; the first time, and after `restart`, with an empty host memory."""
+        tier = f"disk://{self.folder / 'disk'}?budget=20GiB"
+        extra = {"socket": str(self.socket), "cpu_budget": "4GiB", "tiers": [tier], "linger": 5}
+        self.lmkv.open(MODEL, connector=extra, **self.args)
+
+    def restart(self) -> None:
+        """The engine with lmkv and its service end and start again."""
+        self.lmkv.close()
+        stop_service(self.socket)
+        self.open_lmkv()
+        self.lmkv.generate([prompt(10**6 + 1, self.tokens)], max_tokens=1)
+        self.settle()
+
+    def settle(self) -> None:
+        """lmkv's saves and writes are over."""
+        settled(self.socket, 1)
+
+    def run(self, step: str, engine: Engine, ids: list[int], cached: int, after: Callable[[], object] | None) -> None:
+        """Measure one step; SystemExit when it was not the hit, or not the miss, that it should be."""
+        before = cpu_seconds(engine, self.socket if engine is self.lmkv else Path("/nowhere"))
+        (output,), seconds = engine.timed([ids], max_tokens=1)
+        if after:
+            after()
+        used = cpu_seconds(engine, self.socket if engine is self.lmkv else Path("/nowhere")) - before
+        if output.cached != cached:
+            raise SystemExit(f"{step}: {output.cached} tokens from a cache, not {cached}; the logs are {self.folder}")
+        self.runs[step].append((seconds, used))
+
+    def __call__(self, rounds: int) -> list[dict[str, Any]]:
+        """Rows of the table."""
+        hit = (self.tokens - 1) // self.alone.info["block_size"] * self.alone.info["block_size"]
+        for number in track(range(rounds), "computing"):
+            ids = prompt(number, self.tokens)
+            self.run(COLD, self.alone, ids, 0, None)
+            self.run(COLD_LMKV, self.lmkv, ids, 0, self.settle)
+            self.run(COLD_EXAMPLE, self.example, ids, 0, None)
+        self.restart()
+        for number in track(range(rounds), "hits"):
+            ids = prompt(number, self.tokens)
+            self.example.reset()
+            self.run(LOCAL, self.alone, ids, hit, None)
+            self.run(DISK, self.lmkv, ids, hit, self.settle)
+            self.run(EXAMPLE, self.example, ids, hit, None)
+            self.lmkv.reset()
+            self.run(LOCAL, self.alone, ids, hit, None)
+            self.run(HOST, self.lmkv, ids, hit, self.settle)
+        own = statistics.median(seconds for seconds, _ in self.runs[LOCAL])
+        return [self.row(step, own) for step in STEPS]
+
+    def row(self, step: str, own: float) -> dict[str, Any]:
+        seconds, cpu = zip(*self.runs[step], strict=True)
+        median = statistics.median(seconds)
+        return {
+            "step": step,
+            "runs": len(seconds),
+            "ttft s": f"{median:.3f}",
+            "min": f"{min(seconds):.3f}",
+            "max": f"{max(seconds):.3f}",
+            "over vLLM's own hit": f"{median - own:+.3f}",
+            "cpu s": f"{statistics.median(cpu):.2f}",
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=2600, help="length of the prompts")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if not (MODEL / "config.json").exists():
+        raise SystemExit(f"no model in {MODEL}: tools/prepare_smollm2.py writes it")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="lmkv-") as folder, ExitStack() as stack:
+        rows = Bench(Path(folder), options.tokens, stack)(options.rounds)
+    emit(rows, options.json)
+    print(f"{time.perf_counter() - started:.0f} s in all", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
