@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -14,6 +15,7 @@
 #include "copy.h"
 #include "cpu.h"
 #include "disk.h"
+#include "key.h"
 #include "memory.h"
 #include "stream.h"
 #include "tokens.h"
@@ -143,11 +145,16 @@ void copy_pages(const lmkv::CopyPlan& plan, bool gather, const Vector<int64_t>& 
     plan.run(chunks, gather, threads, stream_bytes);
 }
 
-nb::object tokens_u32(nb::handle tokens) {
+nb::object tokens_u32(nb::handle tokens, int64_t start, int64_t stop) {
     PyObject* const object = tokens.ptr();
+    if (start < 0) bad_value("start must not be negative");
+    const auto skip = static_cast<std::size_t>(start);
+    const auto range = [&](std::size_t n) {  // how many of n there are in [start, stop)
+        return n > skip && stop > start ? std::min(n, static_cast<std::size_t>(stop)) - skip : 0;
+    };
     if (PyList_Check(object) || PyTuple_Check(object)) {
-        std::vector<std::uint32_t> out(nb::len(tokens));
-        lmkv::tokens_from_items(object, out.size(), out.data());
+        std::vector<std::uint32_t> out(range(nb::len(tokens)));
+        lmkv::tokens_from_items(object, skip, out.size(), out.data());
         return array_of(std::move(out));
     }
     if (PyBytes_Check(object) || PyByteArray_Check(object) || !PyObject_CheckBuffer(object))
@@ -161,16 +168,16 @@ nb::object tokens_u32(nb::handle tokens) {
     const bool is_signed = *code && std::strchr("bhilqn", *code);
     if (!*code || code[1] || !(is_signed || std::strchr("BHILQN", *code)))
         bad_value(std::string("tokens must be integers, not of format ") + format);
-    const auto n = static_cast<std::size_t>(view.shape[0]);
+    const std::size_t n = range(static_cast<std::size_t>(view.shape[0]));
+    const char* const first = static_cast<const char*>(view.buf) + (n ? start * view.strides[0] : 0);
     if (view.itemsize == 4 && view.strides[0] == 4) {
-        auto* const words = static_cast<std::uint32_t*>(view.buf);
+        auto* const words = reinterpret_cast<std::uint32_t*>(const_cast<char*>(first));
         std::uint32_t signs = 0;
         for (std::size_t i = 0; is_signed && i < n; ++i) signs |= words[i];
         if (signs <= INT32_MAX) return nb::cast(Result<std::uint32_t>(words, {n}, tokens));
     }
     std::vector<std::uint32_t> out(n);
-    lmkv::tokens_from_array(static_cast<const char*>(view.buf), is_signed, static_cast<std::size_t>(view.itemsize),
-                            view.strides[0], n, out.data());
+    lmkv::tokens_from_array(first, is_signed, static_cast<std::size_t>(view.itemsize), view.strides[0], n, out.data());
     return array_of(std::move(out));
 }
 
@@ -223,6 +230,18 @@ nb::list chain_digests(const Vector<std::uint32_t>& tokens, int64_t chunk_tokens
         link = leaf;
     }
     return digest_list(links);
+}
+
+// The fields of a key's text, or None.
+nb::object parse_key(const nb::str& text) {
+    Py_ssize_t length = 0;
+    const char* const utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &length);
+    if (!utf8) PyErr_Clear();  // a lone surrogate
+    lmkv::Key key;
+    if (!utf8 || !lmkv::parse_key({utf8, static_cast<std::size_t>(length)}, key)) return nb::none();
+    const auto bytes = [](const auto& field) { return nb::bytes(field, sizeof field); };
+    return nb::make_tuple(bytes(key.scope), bytes(key.tenant), bytes(key.digest), bytes(key.parent), key.depth,
+                          key.group, key.shard);
 }
 
 std::uint64_t xxh3_64(nb::handle data) {
@@ -342,11 +361,12 @@ NB_MODULE(_native, m) {
     m.def("copy_pages", copy_pages, "plan"_a, "gather"_a, "slots"_a, "page_ids"_a, "starts"_a, "first"_a,
           "threads"_a = 1, "stream_bytes"_a = 4 << 20);
 
-    m.def("tokens_u32", tokens_u32, "tokens"_a.none());
+    m.def("tokens_u32", tokens_u32, "tokens"_a.none(), "start"_a = 0, "stop"_a = INT64_MAX);
     m.def("blake3", blake3, "data"_a, "key"_a = nb::none());
     m.def("leaf_digests", leaf_digests, nb::arg("tokens").noconvert(), "chunk_tokens"_a);
     m.def("chain_digests", chain_digests, nb::arg("tokens").noconvert(), "chunk_tokens"_a, "key"_a, "prev"_a,
           "extras"_a = nb::none());
+    m.def("parse_key", parse_key, "text"_a);
     m.def("xxh3_64", xxh3_64, "data"_a);
     m.def("checksums", checksums, "address"_a, "offsets"_a, "lengths"_a);
 

@@ -61,11 +61,13 @@ void run_lanes(LaneWork work, std::size_t lanes) {
     (void)level;
 #endif
     std::uint8_t filled[kMaxLanes * kDigestBytes];
-    const LaneWork all = work;
+    const std::uint8_t* padded[kMaxLanes];
     for (std::size_t base = 0; base < lanes; base += width) {
         const std::size_t here = std::min(width, lanes - base);
-        for (std::size_t i = 0; i < width; ++i) work.in[i] = all.in[base + std::min(i, here - 1)];
-        work.counter = all.counter + base * all.counter_step;
+        if (here < width) {
+            for (std::size_t i = 0; i < width; ++i) padded[i] = work.in[std::min(i, here - 1)];
+            work.in = padded;
+        }
         work.out = here == width ? out + base * kDigestBytes : filled;
 #if defined(__x86_64__)
         if (width == 16)
@@ -76,6 +78,7 @@ void run_lanes(LaneWork work, std::size_t lanes) {
 #endif
             blake3_lanes_x4(work);
         if (here < width) std::memcpy(out + base * kDigestBytes, filled, here * kDigestBytes);
+        work.in += width, work.counter += width * work.counter_step;
     }
 }
 
@@ -84,27 +87,23 @@ std::size_t left_bytes(std::size_t n) { return std::bit_floor((n - 1) / kChunkBy
 // Joins pairs of neighbouring subtrees, `lanes` trees side by side.
 void parents(const std::uint8_t (*pairs)[2 * kDigestBytes], std::size_t lanes, const std::uint32_t* key,
              std::uint32_t flags, std::uint8_t* out) {
-    LaneWork work{{}, kBlockBytes, key, 0, 0, flags | kParent, 0, 0, out};
-    for (std::size_t i = 0; i < lanes; ++i) work.in[i] = pairs[i];
-    run_lanes(work, lanes);
+    const std::uint8_t* in[kMaxLanes];
+    for (std::size_t i = 0; i < lanes; ++i) in[i] = pairs[i];
+    run_lanes({in, kBlockBytes, key, 0, 0, flags | kParent, 0, 0, out}, lanes);
 }
 
 // The chaining values out[lanes][32] of the subtrees over in[lane][0, n), which starts at chunk `counter`.
 void subtrees(const std::uint8_t* const* in, std::size_t n, std::size_t lanes, const std::uint32_t* key,
               std::uint64_t counter, std::uint32_t flags, std::uint32_t root, std::uint8_t* out) {
-    if (n <= kChunkBytes) {
-        LaneWork work{{}, n, key, counter, 0, flags, kChunkStart, kChunkEnd | root, out};
-        std::copy(in, in + lanes, work.in);
-        return run_lanes(work, lanes);
-    }
+    if (n <= kChunkBytes) return run_lanes({in, n, key, counter, 0, flags, kChunkStart, kChunkEnd | root, out}, lanes);
     std::uint8_t pairs[kMaxLanes][2 * kDigestBytes];
     if (lanes == 1 && n <= kMaxLanes * kChunkBytes && n % kChunkBytes == 0 && std::has_single_bit(n / kChunkBytes)) {
         // A lone tree fills the lanes with its own chunks, then with its parents.
         std::size_t width = n / kChunkBytes;
         std::uint8_t values[kMaxLanes * kDigestBytes];
-        LaneWork work{{}, kChunkBytes, key, counter, 1, flags, kChunkStart, kChunkEnd, values};
-        for (std::size_t i = 0; i < width; ++i) work.in[i] = in[0] + i * kChunkBytes;
-        run_lanes(work, width);
+        const std::uint8_t* chunks[kMaxLanes];
+        for (std::size_t i = 0; i < width; ++i) chunks[i] = in[0] + i * kChunkBytes;
+        run_lanes({chunks, kChunkBytes, key, counter, 1, flags, kChunkStart, kChunkEnd, values}, width);
         for (; width > 2; width /= 2) {
             std::memcpy(pairs, values, width * kDigestBytes);
             parents(pairs, width / 2, key, flags, values);

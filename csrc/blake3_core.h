@@ -54,15 +54,15 @@ __attribute__((always_inline)) inline void mix(Word* v, const Word* m) {
 
 // One chunk (or parent block) per lane, all of the same length.
 struct LaneWork {
-    const std::uint8_t* in[16];  // one pointer a lane
-    std::size_t bytes;           // of each input, at most kChunkBytes
-    const std::uint32_t* key;    // [8]
-    std::uint64_t counter;       // chunk number of lane 0
-    std::uint64_t counter_step;  // 0 or 1: how it grows from lane to lane
-    std::uint32_t flags;         // on every block
-    std::uint32_t first_flags;   // added on the first block
-    std::uint32_t last_flags;    // added on the last block
-    std::uint8_t* out;           // [lanes][32] chaining values, little-endian
+    const std::uint8_t* const* in;  // one pointer a lane
+    std::size_t bytes;              // of each input, at most kChunkBytes
+    const std::uint32_t* key;       // [8]
+    std::uint64_t counter;          // chunk number of lane 0
+    std::uint64_t counter_step;     // 0 or 1: how it grows from lane to lane
+    std::uint32_t flags;            // on every block
+    std::uint32_t first_flags;      // added on the first block
+    std::uint32_t last_flags;       // added on the last block
+    std::uint8_t* out;              // [lanes][32] chaining values, little-endian
 };
 
 // The empty input has one (empty) block.

@@ -203,7 +203,7 @@ void CopyPlan::run_item(const Item& item, const Chunks& c, bool gather, bool str
         if (next > k + 1) {
             Move::copy(dst, src, move.run * static_cast<std::size_t>(next - k), nullptr, stream);
         } else {
-            const bool jumps = gather && move.single() && k + distance < item.end;
+            const bool jumps = gather && k + distance < item.end;
             move.page(dst, src, jumps ? page(k + distance) : nullptr, stream);
         }
     }

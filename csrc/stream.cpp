@@ -58,11 +58,14 @@ LMKV_TARGET("avx2") inline void copy_line_avx2(char* dst, const char* src) {
     void rows_##name(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride,        \
                      std::size_t run, std::size_t count, const char* ahead) {                                 \
         const std::size_t late = run > kAheadBytes ? run / 2 : 0;                                             \
-        for (; count; --count, dst += dst_stride, src += src_stride)                                          \
+        const bool jumps = late && src_stride != static_cast<std::ptrdiff_t>(run);                            \
+        for (; count; --count, dst += dst_stride, src += src_stride) {                                        \
+            const char* const next = count == 1 ? ahead : jumps ? src + src_stride : nullptr;                 \
             for (std::size_t at = 0; at < run; at += kLineBytes) {                                            \
-                if (ahead && at - late < kAheadBytes) _mm_prefetch(ahead + at - late, _MM_HINT_T0);           \
+                if (next && at - late < kAheadBytes) _mm_prefetch(next + at - late, _MM_HINT_T0);             \
                 copy_line_##name(dst + at, src + at);                                                         \
             }                                                                                                 \
+        }                                                                                                     \
     }                                                                                                         \
     constexpr Variant variant_##name{{lines_##name<1>, lines_##name<2>, lines_##name<4>}, rows_##name};
 

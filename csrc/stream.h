@@ -17,7 +17,7 @@ inline constexpr std::size_t kAheadBytes = 1024;
 void stream_copy(char* dst, const char* src, std::size_t n, const char* ahead = nullptr);
 
 // `count` rows of `run` bytes, dst_stride and src_stride apart; dst, its stride and run are multiples of
-// kLineBytes; `ahead` as above.
+// kLineBytes; `ahead` as above, for the last row: each other long row that ends in a jump fetches the next one's start.
 void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptrdiff_t src_stride, std::size_t run,
                  std::size_t count, const char* ahead);
 

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -17,41 +18,40 @@ std::uint32_t in_range(long long value, std::size_t position) {
     return static_cast<std::uint32_t>(value);
 }
 
-// The value of a small exact int, read without a call where the interpreter lets us; otherwise -1.
-long long quick_value(PyObject* item) {
+// Fills out[at, n) up to the first item that is no small int; returns where that is. No Python code runs
+// meanwhile, so the items can be read where they lie.
+std::size_t small_ints([[maybe_unused]] PyObject* sequence, std::size_t at, [[maybe_unused]] std::size_t start,
+                       [[maybe_unused]] std::size_t n, [[maybe_unused]] std::uint32_t* out) {
 #if !defined(Py_LIMITED_API) && PY_VERSION_HEX < 0x030C0000
-    if (PyLong_CheckExact(item)) {
-        if (Py_SIZE(item) == 1) return reinterpret_cast<PyLongObject*>(item)->ob_digit[0];
-        if (Py_SIZE(item) == 0) return 0;
-    }
-#else
-    int overflow = 0;
-    if (PyLong_CheckExact(item)) {
-        const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-        if (!overflow) return value;
+    PyObject* const* const items = PySequence_Fast_ITEMS(sequence) + start;
+    const auto size = static_cast<std::size_t>(Py_SIZE(sequence));
+    for (n = std::min(n, size - std::min(size, start)); at < n; ++at) {
+        PyObject* const item = items[at];
+        const auto digits = static_cast<std::size_t>(Py_SIZE(item));
+        if (!PyLong_CheckExact(item) || digits > 1) break;
+        out[at] = digits ? reinterpret_cast<PyLongObject*>(item)->ob_digit[0] : 0;
     }
 #endif
-    return -1;
+    return at;
 }
 
 // The item at i (borrowed), null when the sequence has shrunk meanwhile.
-PyObject* item_at(PyObject* sequence, bool is_list, Py_ssize_t i) {
-#if defined(Py_LIMITED_API)
-    PyObject* const item = is_list ? PyList_GetItem(sequence, i) : PyTuple_GetItem(sequence, i);
+PyObject* item_at(PyObject* sequence, std::size_t i) {
+    const auto at = static_cast<Py_ssize_t>(i);
+    PyObject* const item = PyList_Check(sequence) ? PyList_GetItem(sequence, at) : PyTuple_GetItem(sequence, at);
     if (!item) PyErr_Clear();
     return item;
-#else
-    if (i >= Py_SIZE(sequence)) return nullptr;
-    return is_list ? PyList_GET_ITEM(sequence, i) : PyTuple_GET_ITEM(sequence, i);
-#endif
 }
 
-std::uint32_t slow_value(PyObject* item, std::size_t position) {
-    if (PyBool_Check(item)) refuse(position, "is a bool");
-    const nanobind::object number = nanobind::steal(PyNumber_Index(item));
-    if (!number.is_valid()) {
-        PyErr_Clear();
-        refuse(position, "is not an integer");
+std::uint32_t value_of(PyObject* item, std::size_t position) {
+    nanobind::object number = nanobind::borrow(item);  // __index__ may change the list
+    if (!PyLong_CheckExact(item)) {
+        if (PyBool_Check(item)) refuse(position, "is a bool");
+        number = nanobind::steal(PyNumber_Index(item));
+        if (!number.is_valid()) {
+            PyErr_Clear();
+            refuse(position, "is not an integer");
+        }
     }
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
@@ -72,18 +72,11 @@ void convert(const char* data, std::ptrdiff_t stride, std::size_t n, std::uint32
 
 }  // namespace
 
-void tokens_from_items(PyObject* sequence, std::size_t n, std::uint32_t* out) {
-    const bool is_list = PyList_Check(sequence);
-    for (std::size_t i = 0; i < n; ++i) {
-        PyObject* const item = item_at(sequence, is_list, static_cast<Py_ssize_t>(i));
+void tokens_from_items(PyObject* sequence, std::size_t start, std::size_t n, std::uint32_t* out) {
+    for (std::size_t i = 0; (i = small_ints(sequence, i, start, n, out)) < n; ++i) {
+        PyObject* const item = item_at(sequence, start + i);
         if (!item) refuse(i, "is gone: the list changed while it was read");
-        const long long quick = quick_value(item);
-        if (quick >= 0) {
-            out[i] = in_range(quick, i);
-        } else {
-            const nanobind::object held = nanobind::borrow(item);  // __index__ may change the list
-            out[i] = slow_value(item, i);
-        }
+        out[i] = value_of(item, i);
     }
 }
 

@@ -73,11 +73,11 @@ def copy_pages(
     write the same bytes. Calls that move stream_bytes or more go around the caches.
     """
 
-def tokens_u32(tokens: Any) -> NDArray[np.uint32]:
-    """Token ids as uint32[n], from a list or tuple of ints or a one-dimensional integer array.
+def tokens_u32(tokens: Any, start: int = 0, stop: int = ...) -> NDArray[np.uint32]:
+    """Token ids [start, stop) as uint32, from a list or tuple of ints or a one-dimensional integer array.
 
-    A contiguous int32 or uint32 array is not copied. ValueError names the first token that is no integer in
-    [0, 2**32); a bool is none.
+    A contiguous int32 or uint32 array is not copied. ValueError names, counted from ``start``, the first token that
+    is no integer in [0, 2**32); a bool is none.
     """
 
 def blake3(data: Buffer, key: bytes | None = None) -> bytes:
@@ -93,6 +93,9 @@ def chain_digests(
 
     extras holds one item (None, or at most 32 bytes) for each full chunk.
     """
+
+def parse_key(text: str) -> tuple[bytes, bytes, bytes, bytes, int, int, int] | None:
+    """The fields of a chunk key's text: scope, tenant, digest, parent, depth, group, shard; None for any other text."""
 
 def xxh3_64(data: Buffer) -> int:
     """XXH3, 64 bits, seed 0."""

@@ -12,6 +12,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lmkv.eviction import Policy
 from lmkv.keys import ChunkKey
@@ -34,6 +35,7 @@ def parts_of(mask: int) -> Iterator[tuple[int, int]]:
         mask ^= low
 
 
+@lru_cache(maxsize=4096)  # the same few tuples for all entries
 def _set(masks: tuple[int, ...], tier: int, mask: int) -> tuple[int, ...]:
     return (*masks[:tier], mask, *masks[tier + 1 :])
 
@@ -138,9 +140,10 @@ class Index:
             scope.entries[key.digest] = scope.by_parent_id[key.digest[:8]] = entry
         bit = part_bit(key.group, key.shard)
         if not entry.masks[tier]:
-            siblings = scope.children[tier]
-            siblings[entry.parent] = siblings.get(entry.parent, 0) + 1
-            self._offer(tier, entry)
+            children = scope.children[tier]
+            children[entry.parent] = children.get(entry.parent, 0) + 1
+            if entry.digest[:8] not in children:
+                self._offer(tier, entry)
         if not entry.masks[tier] & bit:
             self.objects[tier] += 1
             self.watch.changed(entry, tier, bit, True)

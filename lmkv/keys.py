@@ -9,7 +9,6 @@ are the same on every machine, in every process and Python version.
 
 from __future__ import annotations
 
-import re
 import struct
 import threading
 from collections.abc import Iterable, Sequence
@@ -24,13 +23,9 @@ from lmkv.errors import BadInput
 
 SCOPE_BYTES = 16
 DIGEST_BYTES = 32
-FIRST_BATCH = 16
+FIRST_BATCH, GROWTH = 16, 8
 NO_TENANT = bytes(8)
 _NO_ROOT = bytes(DIGEST_BYTES)
-_KEY_TEXT = re.compile(
-    r"([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{64})-([0-9a-f]{16})"
-    r"-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,4})-(0|[1-9][0-9]{0,4})"
-)
 
 
 def encode(*values: str | bytes) -> bytes:
@@ -96,14 +91,10 @@ class ChunkKey(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> ChunkKey:
         """The key whose ``str`` is exactly ``text``; anything else is BadInput."""
-        match = _KEY_TEXT.fullmatch(text)
-        if match:
-            scope, tenant, digest, parent, *numbers = match.groups()
-            depth, group, shard = map(int, numbers)
-            if depth < 2**32 and group < 2**16 and shard < 2**16:
-                unhex = bytes.fromhex
-                return cls(unhex(scope), unhex(tenant), unhex(digest), unhex(parent), depth, group, shard)
-        raise BadInput(f"not a chunk key: {text[:200]!r}")
+        fields = _native.parse_key(text)
+        if fields is None:
+            raise BadInput(f"not a chunk key: {text[:200]!r}")
+        return cls._make(fields)
 
 
 @lru_cache(maxsize=1024)
@@ -163,7 +154,7 @@ NOBODY = Identity()
 
 
 class ChunkKeys:
-    """Digests of the full chunks of a prompt, hashed when asked for: 16 chunks, then as many again.
+    """Digests of the full chunks of a prompt, hashed when asked for: 16 chunks, then seven times as many again.
 
     A miss at the first chunk costs one batch; a whole prompt is linear. Tokens are read when their
     batch is, so a bad item far into a list is found (BadInput) only when that is reached; the
@@ -209,31 +200,38 @@ class ChunkKeys:
 
     def upto(self, n: int) -> list[bytes]:
         """The digests of the first ``n`` chunks, or of all if there are fewer."""
-        n = min(n, self.chunks)
-        if len(self._digests) < n:
-            with self._lock:
-                done = len(self._digests)
-                if done < n:
-                    self._hash(done, min(self.chunks, max(n, 2 * done, FIRST_BATCH)))
+        self._reach(n)
         return self._digests[:n]
 
-    def _hash(self, first: int, stop: int) -> None:
-        at, prev = first * self.chunk_tokens, self._digests[-1] if first else self.root
-        try:
-            ids = _native.tokens_u32(self._source[at : stop * self.chunk_tokens])
-        except ValueError as error:
-            raise BadInput(f"token ids, counted from {at}: {error}") from None
-        extras = self._identity.extras(first, stop, self.chunk_tokens)
-        links = _native.chain_digests(ids, self.chunk_tokens, self._key, prev, extras)
-        self._digests.extend(links)
+    def after(self, n: int) -> list[bytes]:
+        """The digests from chunk ``n`` on as far as they are hashed, at least one; none at the end of the prompt."""
+        self._reach(n + 1)
+        return self._digests[n:]
 
     def digest(self, i: int) -> bytes:
         """The digest of chunk ``i``; IndexError when there is no such full chunk."""
         if not 0 <= i < self.chunks:
             raise IndexError(f"chunk {i} of {self.chunks}")
-        if i >= len(self._digests):
-            self.upto(i + 1)
+        self._reach(i + 1)
         return self._digests[i]
+
+    def _reach(self, n: int) -> None:
+        """Hash on until the first ``n`` chunks have digests."""
+        n = min(n, self.chunks)
+        if len(self._digests) < n:
+            with self._lock:
+                done = len(self._digests)
+                if done < n:
+                    self._hash(done, min(self.chunks, max(n, GROWTH * done, FIRST_BATCH)))
+
+    def _hash(self, first: int, stop: int) -> None:
+        at, prev = first * self.chunk_tokens, self._digests[-1] if first else self.root
+        try:
+            ids = _native.tokens_u32(self._source, at, stop * self.chunk_tokens)
+        except ValueError as error:
+            raise BadInput(f"token ids, counted from {at}: {error}") from None
+        extras = self._identity.extras(first, stop, self.chunk_tokens)
+        self._digests += _native.chain_digests(ids, self.chunk_tokens, self._key, prev, extras)
 
     def parent(self, i: int) -> bytes:
         """The first 8 bytes of the digest before chunk ``i``, or of the root."""

@@ -148,16 +148,11 @@ def _place(entry: Entry | None) -> int:
 
 def lookup(storage: StorageManager, scope: bytes, keys: ChunkKeys, need: Need) -> Plan:
     """The longest restorable prefix of ``keys``; changes nothing but what probing a tier adds to the index."""
-    find = storage.index.find(scope)
     entries: list[Entry | None] = []
     reason = "end of prompt" if keys.chunks else "shorter than a chunk"
     growing, now, probed = need.growing, time.time(), False
-    stop = 0
     while len(entries) < keys.chunks:
-        if len(entries) == stop:
-            stop = min(keys.chunks, max(16, 2 * stop))
-        for digest in keys.upto(stop)[len(entries) : stop]:
-            entry = find(digest)
+        for entry in map(storage.index.find(scope), keys.after(len(entries))):
             if entry is None or entry.any & growing != growing or (entry.expires and entry.expires <= now):
                 break
             entries.append(entry)
@@ -166,7 +161,6 @@ def lookup(storage: StorageManager, scope: bytes, keys: ChunkKeys, need: Need) -
         if not probed:
             probed = True
             if storage.probe(scope, keys, len(entries), need):
-                find = storage.index.find(scope)
                 continue
         if entry is not None and entry.expires and entry.expires <= now:
             storage.expire([entry])

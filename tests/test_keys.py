@@ -272,29 +272,40 @@ def test_a_bad_item_is_found_when_its_batch_is_reached(bad: Any) -> None:
     assert keys.digest(15) == by_hand([1] * 256, 16)[15]
 
 
-class Watched(list[int]):
-    """A list that notes which slices were taken."""
+class Watched:
+    """A token that notes when it is read."""
 
-    def __init__(self, items: list[int]) -> None:
-        super().__init__(items)
-        self.taken: list[tuple[int, int]] = []
+    def __init__(self, at: int, read: list[int]) -> None:
+        self.at, self.read = at, read
 
-    def __getitem__(self, at: Any) -> Any:
-        self.taken.append((at.start, at.stop))
-        return super().__getitem__(at)
+    def __index__(self) -> int:
+        self.read.append(self.at)
+        return 1
 
 
-def test_batches_start_at_16_chunks_and_double() -> None:
-    tokens = Watched([1] * (4 * 300))
-    keys = ChunkKeys.from_tokens(tokens, 4)
-    keys.digest(0)
-    assert tokens.taken == [(0, 64)]
+def test_batches_start_at_16_chunks_and_grow_eightfold() -> None:
+    read: list[int] = []
+    tokens: list[Any] = [Watched(i, read) for i in range(4 * 300 + 3)]
+    keys, sizes = ChunkKeys.from_tokens(tokens, 4), []
     for i in range(300):
         keys.digest(i)
-    assert tokens.taken == [(0, 64), (64, 128), (128, 256), (256, 512), (512, 1024), (1024, 1200)]
-    whole = Watched([1] * (4 * 300))
-    ChunkKeys.from_tokens(whole, 4).upto(300)
-    assert whole.taken == [(0, 1200)]
+        sizes += [len(read)] if len(read) > sum(sizes[-1:]) else []
+    assert sizes == [64, 512, 1200]
+    assert read == list(range(1200))
+    read.clear()
+    whole = ChunkKeys.from_tokens(tokens, 4)
+    assert whole.upto(300) == keys.upto(300)
+    assert read == list(range(1200))
+
+
+def test_digests_after_a_chunk_are_those_hashed_or_one_batch_more() -> None:
+    keys = ChunkKeys.from_tokens(list(range(4 * 100)), 4)
+    first = keys.after(0)
+    assert len(first) == 16
+    assert keys.after(5) == first[5:]
+    assert len(keys.after(16)) == 84
+    assert first + keys.after(16) == keys.upto(100)
+    assert keys.after(100) == []
 
 
 @given(st.integers(0, 90), st.lists(st.integers(0, 95), max_size=5))

@@ -143,6 +143,20 @@ def test_tokens_of_every_integer_dtype_and_stride(dtype: str) -> None:
     assert native.tokens_u32(array.array("i", [1, 2])).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (2, 4), (4, 99), (5, 9), (7, 9), (3, 3), (3, 1), (1, -1)])
+def test_a_range_of_tokens_is_their_slice(start: int, stop: int) -> None:
+    values = [7, 2**31, 2**30, 0, 2**32 - 1]
+    for same in (values, tuple(values), np.array(values, np.int64), np.array(values, np.uint32)):
+        assert native.tokens_u32(same, start, stop).tolist() == values[start : max(stop, 0)]
+    assert (
+        native.tokens_u32(np.array(values, np.uint32)[::-1], start, stop).tolist() == values[::-1][start : max(stop, 0)]
+    )
+    with pytest.raises(ValueError, match="start"):
+        native.tokens_u32(values, -1)
+    with pytest.raises(ValueError, match="token 1 "):
+        native.tokens_u32([*values, -1], 4)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
 def test_contiguous_words_are_not_copied_and_stay_alive(dtype: type) -> None:
     source = np.arange(10, dtype=dtype)

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
@@ -25,7 +25,7 @@ from lmkv.errors import BadInput, ConfigError, nearest
 from lmkv.keys import ChunkKeys
 from lmkv.pages import GroupView, Order, PagedKV, Plane
 from lmkv.spec import ITEM_BYTES, KVSpec, LayerGroup
-from lmkv_bench.measure import Memcpy, Runs, disk
+from lmkv_bench.measure import DISK, Memcpy, Runs, disk
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BLNHC", "LHBNC", "BHLNC", "HF")
 
@@ -119,23 +119,22 @@ class Bench:
         """Every step once a round; the first round, number 0, only warms up. Leaves nothing in the tier."""
         with scratch(self.engine):
             for number in rounds:
-                self._run()
+                self._run(number)
                 if number == 0:
                     self.runs = Runs()
         return self.runs
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
         """Every step, each beside its reference."""
         runs, tokens, engine = self.runs, self.tokens, self.engine
         engine.clear(scope=True)
         runs.rate("memcpy", self.stored, self.memcpy)
-        runs.rate("store", self.stored, self._store, self._disk("write") or "memcpy")
+        self._beside(number, "write", "store", self.stored, self._store)
         if self.tier:
             engine.clear(tokens, tier="cpu")
-        reference = self._disk("read") or "memcpy"
         before = self.memory.checksums()
         self.memory.clear()
-        runs.rate("retrieve", self.restored, self._retrieve, reference)
+        self._beside(number, "read", "retrieve", self.restored, self._retrieve)
         if self.restored == self.stored and self.memory.checksums() != before:
             raise BadInput("other bytes came back than were stored")
         listed, other, text = tokens.tolist(), tokens[::-1].copy(), tokens.tobytes()
@@ -158,11 +157,12 @@ class Bench:
         if found.tokens != len(self.tokens):
             raise BadInput(f"only {found.tokens} tokens came back: {found.reason}")
 
-    def _disk(self, operation: str) -> str:
-        """Measure the tier's disk; the figure's name, empty where there is no disk."""
-        if not self.tier.startswith("disk://"):
-            return ""
-        folder = unquote(self.tier[len("disk://") :].partition("?")[0].partition(",")[0])
-        name, rate = disk(folder, operation, *self.files)
-        self.runs.note(name, rate)
-        return name
+    def _beside(self, number: int, operation: str, step: str, nbytes: int, call: Callable[[], None]) -> None:
+        """Time a step and, on a disk, its reference, which goes first every other round."""
+        reference = f"{DISK} {operation}" if self.tier.startswith("disk://") else "memcpy"
+        steps: list[Callable[[], None]] = [lambda: self.runs.rate(step, nbytes, call, reference)]
+        if reference != "memcpy":
+            folder = unquote(self.tier[len("disk://") :].partition("?")[0].partition(",")[0])
+            steps.insert(number % 2, lambda: self.runs.note(reference, disk(folder, operation, *self.files)))
+        for each in steps:
+            each()

@@ -22,6 +22,7 @@ from lmkv.errors import BadInput
 
 EXTENT = 4 << 20
 DEPTH = 4
+DISK = "fio" if shutil.which("fio") else "O_DIRECT"
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -87,7 +88,7 @@ def fio(folder: str, operation: str, count: int, nbytes: int) -> float | None:
     Huge-page buffers (glibc's malloc is told so; they double the figure), registered with io_uring;
     buffers are written as they are. None when fio is not installed; BadInput with its complaint.
     """
-    if not shutil.which("fio"):
+    if DISK != "fio":
         return None
     with tempfile.TemporaryDirectory(dir=folder, prefix="lmkv-fio-") as place:
         command = [
@@ -105,10 +106,10 @@ def fio(folder: str, operation: str, count: int, nbytes: int) -> float | None:
         return float(json.loads(brace + report)["jobs"][0][operation]["bw_bytes"]) / 1e9
 
 
-def disk(folder: str, operation: str, count: int, nbytes: int) -> tuple[str, float]:
-    """The disk's own figure: by fio where it is installed, else one file after another by us."""
+def disk(folder: str, operation: str, count: int, nbytes: int) -> float:
+    """The disk's own GB/s: by fio where it is installed, else one file after another by us."""
     if rate := fio(folder, operation, count, nbytes):
-        return f"fio {operation}", rate
+        return rate
     slab, spent = _native.Slab(nbytes), dict.fromkeys(("write", "read"), 0.0)
     slab.touch(0, nbytes)
     with tempfile.TemporaryDirectory(dir=folder, prefix="lmkv-bench-") as place:
@@ -116,4 +117,4 @@ def disk(folder: str, operation: str, count: int, nbytes: int) -> tuple[str, flo
             write = partial(_native.write_file, f"{file}.tmp", file, slab.address, nbytes, True, False)
             spent["write"] += seconds(write)
             spent["read"] += seconds(partial(_native.read_file, file, slab.address, nbytes, True))
-    return f"O_DIRECT {operation}", count * nbytes / spent[operation] / 1e9
+    return count * nbytes / spent[operation] / 1e9

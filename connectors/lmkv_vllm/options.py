@@ -56,3 +56,12 @@ class Options(BaseModel):
         names = ("cpu_budget", "tiers")
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return Config.load(self.config or None, **given)
+
+
+def markdown() -> str:
+    """The table of docs/vllm.md: every key, its default, its meaning."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in Options.model_fields.items():
+        default = "" if field.default in ("", ()) else f"`{str(field.default).lower()}`"
+        lines.append(f"| `{name}` | {default} | {field.description} |")
+    return "\n".join(lines)

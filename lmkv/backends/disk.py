@@ -206,16 +206,18 @@ class DiskBackend(Backend):
 
     def _list(self, folder: str) -> list[Found]:
         """The objects in a lowest folder, which sets its account. The holder removes what can be none."""
-        found, scope = list[Found](), folder.split("/")[-3]
+        found, files = list[Found](), list[tuple[str, int, int]]()
+        scope, two, one = folder.split("/")[-3:]
         with self._locks[hash(folder) % len(self._locks)], self._counted("unreadable folders"):
-            for name, size, written in native.list_dir(folder) if os.path.exists(folder) else ():
+            with suppress(FileNotFoundError):
+                files = native.list_dir(folder)
+            for name, size, written in files:
                 try:
                     key = ChunkKey.parse(f"{scope}-{name}")
                 except BadInput:
                     self._count(_FOREIGN)
                     continue
-                digest = key.digest.hex()
-                placed = folder.endswith(f"{digest[:2]}/{digest[2]}")
+                placed = name.startswith(two + one, 17)
                 if len(self._roots) > 1:
                     placed = placed and self._place(key)[1] == f"{folder}/{name}"
                 if placed and size and size % ALIGNMENT == 0:

@@ -28,7 +28,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """One child process for all tests that can have vLLM in a single process; each opens what it needs."""
     from engine import Engine
 
-    with Engine(tmp_path_factory.mktemp("vllm") / "engine.log", allow_mla_prefixes=True) as found:
+    with Engine(tmp_path_factory.mktemp("vllm") / "engine.log") as found:
         yield found
 
 

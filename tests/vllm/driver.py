@@ -21,22 +21,29 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 
-def allow_mla_prefixes() -> None:
-    """Leave prefix caching as configured for MLA models on CPUs without AMX, where vLLM turns it off.
+class MlaPrefixes:
+    """While ``allowed``, prefix caching stays as configured for MLA models on CPUs without AMX, where vLLM turns it off.
 
     Its reference kernels do continue a prefix; without this there is no local hit to compare with.
     """
-    from vllm.platforms.cpu import CpuPlatform
 
-    check = CpuPlatform.check_and_update_config.__func__
+    allowed = False
 
-    def check_and_keep(cls: type, vllm_config: Any) -> None:
-        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
-        before = cache.enable_prefix_caching, scheduler.enable_chunked_prefill
-        check(cls, vllm_config)
-        cache.enable_prefix_caching, scheduler.enable_chunked_prefill = before
+    @classmethod
+    def install(cls) -> None:
+        """Wrap the one place in vLLM that decides it."""
+        from vllm.platforms.cpu import CpuPlatform
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_keep)
+        check = CpuPlatform.check_and_update_config.__func__
+
+        def check_and_keep(platform: type, vllm_config: Any) -> None:
+            cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+            before = cache.enable_prefix_caching, scheduler.enable_chunked_prefill
+            check(platform, vllm_config)
+            if cls.allowed:
+                cache.enable_prefix_caching, scheduler.enable_chunked_prefill = before
+
+        CpuPlatform.check_and_update_config = classmethod(check_and_keep)
 
 
 class Driver:
@@ -45,7 +52,8 @@ class Driver:
     def __init__(self) -> None:
         self.llm: Any = None
 
-    def open(self, args: dict[str, Any]) -> dict[str, Any]:
+    def open(self, args: dict[str, Any], allow_mla_prefixes: bool) -> dict[str, Any]:
+        MlaPrefixes.allowed = allow_mla_prefixes
         started = time.perf_counter()
         try:
             self.llm = LLM(**args)
@@ -112,6 +120,5 @@ def serve(channel: socket.socket) -> None:
 if __name__ == "__main__":  # vLLM's own children import this file again
     number = int(sys.argv[1])
     os.set_inheritable(number, False)
-    if os.environ.get("BENCH_ALLOW_MLA_PREFIXES"):
-        allow_mla_prefixes()
+    MlaPrefixes.install()
     serve(socket.socket(fileno=number))

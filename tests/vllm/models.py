@@ -16,7 +16,7 @@ SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class Model:
-    """name: the test's. checkpoint: of `tools/vllm_models.py`, or smollm2. args: for `LLM`. usual: in the default set.
+    """name: the test's. checkpoint: of `tools/vllm_models.py`, or smollm2. args: for `Engine.open`. usual: in the default set.
 
     trouble: why this CPU cannot run it.
     """
@@ -36,17 +36,18 @@ class Model:
         return vllm_models.write(self.checkpoint or self.name)
 
 
+MLA = {"allow_mla_prefixes": True}
 NO_FP8 = "" if AVX512 else "vLLM's fp8 KV on CPU needs AVX-512"
 MODELS = (
     Model("smollm2", usual=True),
     Model("gemma3", usual=True),
     Model("lfm2", usual=True),
-    Model("deepseek_v2", usual=True),
+    Model("deepseek_v2", args=MLA, usual=True),
     Model("qwen3"),
     Model("qwen3_fp8", "qwen3", {"kv_cache_dtype": "fp8"}, trouble=NO_FP8),
     Model("mixtral"),
     Model("gpt_oss"),
-    Model("deepseek_v3"),
+    Model("deepseek_v3", args=MLA),
     Model("qwen3_next", args={"dtype": "bfloat16"}),  # the only type that vLLM's GDN takes on a CPU
 )
 

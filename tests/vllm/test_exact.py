@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import Engine, Output, distance, example_config
+from engine import AMX, Engine, Output, distance, example_config
 from models import MODELS, Model, cases, prompt
 from service import corrupt, settled, stop_service
 
@@ -101,6 +101,21 @@ def test_processes_of_their_own(place: Path, tmp_path: Path) -> None:
         assert engine.generate([ids]) == [local]
         assert engine.reset(connector=True)
         assert engine.generate([ids])[0].cached == 0
+
+
+@pytest.mark.all
+@pytest.mark.skipif(AMX, reason="with AMX vLLM itself caches prefixes of MLA models")
+def test_mla_without_vllm_prefix_caching(engine: Engine, place: Path) -> None:
+    """Without AMX vLLM turns its own prefix caching off for MLA models; a hit is what a local one would be."""
+    model, ids = next(each for each in MODELS if each.name == "deepseek_v2"), prompt()
+    engine.open(model.folder(), **model.args)
+    local = local_hit(engine, ids)
+    engine.open(model.folder(), connector=settings(place))
+    assert not engine.info["prefix_caching"]
+    assert engine.generate([ids])[0].cached == 0
+    settled(place / "socket", local.cached // engine.info["block_size"])
+    assert engine.generate([ids]) == [local]
+    engine.close()
 
 
 @pytest.mark.all
