@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -78,13 +78,25 @@ def load(host: Host, wanted: Sequence[ChunkKey], timeout: float = 10.0) -> tuple
 
 
 def until(what: Callable[[], Any], timeout: float = WAIT) -> Any:
-    """The first true answer of ``what``, a question to the service: it tells of no event that could be waited for."""
+    """The first true answer of ``what``, a question to another process that tells of no event to wait for."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         with suppress(Unavailable):
             if answer := what():
                 return answer
     raise AssertionError("it did not happen in time")
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, which does not reach all threads at once; there is no event for it either."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: set(_states(pid)) == {"T"})
+
+
+def _states(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # ended meanwhile
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def available(host: Host) -> None:
@@ -155,9 +167,13 @@ class Child:
         assert self.hears.poll(WAIT), "the child says nothing"
         return self.hears.recv()
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+    @property
+    def pid(self) -> int:
         assert self.process.pid
-        os.kill(self.process.pid, number)
+        return self.process.pid
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
 
     def close(self) -> None:
         self.process.kill()

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from host_clients import NBYTES, WAIT, Place, available, fill, keys, load, query, store, until
+from host_clients import NBYTES, WAIT, Place, available, fill, keys, load, query, stop, store, until
 
 from lmkv import Unavailable
 from lmkv.keys import ChunkKey
@@ -76,7 +76,7 @@ def test_a_service_killed_before_the_commit_leaves_nothing_and_the_next_takes_st
 
 def test_a_service_killed_in_the_middle_of_a_reserve_ends_the_call(place: Place) -> None:
     host = place.host()
-    place.signal(signal.SIGSTOP)
+    stop(place.pid)
     ended: list[str] = []
 
     def call() -> None:
@@ -99,7 +99,7 @@ def test_a_stopped_service_ends_every_call_in_time_and_goes_on_where_it_was(plac
     store(host, keys(10))
     slots = reserve(host, keys(5, prompt=1))
     first, region = host.server_id, host.region
-    place.signal(signal.SIGSTOP)
+    stop(place.pid)
     with pytest.raises(Unavailable, match="does not answer"):
         reserve(host, keys(5, prompt=2))
     with pytest.raises(Unavailable):
@@ -125,7 +125,7 @@ def test_a_stopped_service_ends_every_call_in_time_and_goes_on_where_it_was(plac
 
 def test_a_pump_whose_service_stops_answers_all_futures(place: Place) -> None:
     host = place.host()
-    place.signal(signal.SIGSTOP)
+    stop(place.pid)
     futures = [host.lookup_later(query(owner=str(n))) for n in range(600)]
     assert all(isinstance(future.exception(WAIT), Unavailable) for future in futures)
     place.signal(signal.SIGCONT)
@@ -185,7 +185,7 @@ def test_a_client_that_wakes_after_its_deadline_spoils_nothing(place: Place) -> 
     host = place.host()
     child = place.child(write_late, keys(10))
     assert child.recv() == 10
-    child.kill(signal.SIGSTOP)
+    stop(child.pid)
     until(lambda: store(host, keys(10)) == 10)
     for prompt in range(1, 30):  # every slot that can be had is used meanwhile
         store(host, keys(20, prompt))
@@ -214,7 +214,7 @@ def test_what_a_stopped_reader_was_lent_is_not_reused(place: Place) -> None:
     store(host, keys(10))
     child = place.child(read_slowly, keys(10))
     assert child.recv() == 10
-    child.kill(signal.SIGSTOP)
+    stop(child.pid)
     for prompt in range(1, 60):
         store(host, keys(20, prompt))
     child.kill(signal.SIGCONT)
