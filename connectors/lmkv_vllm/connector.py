@@ -217,12 +217,19 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _save(self, scheduler_output: SchedulerOutput, step: Step) -> None:
         self.scheduler.save(scheduler_output, step)
 
-    @guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, Outcome):
-            self.scheduler.heard(connector_output.kv_connector_worker_meta)
+        self._heard(connector_output.kv_connector_worker_meta)
         for request_id in connector_output.finished_recving or ():
-            self.scheduler.received(request_id)
+            self._received(request_id)
+
+    @guarded(_nothing)
+    def _heard(self, outcome: KVConnectorWorkerMetadata | None) -> None:
+        if isinstance(outcome, Outcome):
+            self.scheduler.heard(outcome)
+
+    @guarded(_nothing)
+    def _received(self, request_id: str) -> None:
+        self.scheduler.received(request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from lmkv.config import Config
 from lmkv.errors import ConfigError, nearest
+from lmkv.server.client import Host
 from lmkv.units import parse_number, parse_seconds
 
 Int = Annotated[int, BeforeValidator(parse_number)]
@@ -56,6 +58,12 @@ class Options(BaseModel):
         names = ("cpu_budget", "tiers")
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return Config.load(self.config or None, **given)
+
+    def host(self, role: str) -> Host:
+        """This process's view of the host service; ``register`` comes next."""
+        return Host(
+            self.socket, config=self.service(), spawn=self.spawn, linger=self.linger, name=f"vllm {role} {os.getpid()}"
+        )
 
 
 def markdown() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import secrets
 import time
 from collections import Counter
@@ -84,11 +83,7 @@ class Scheduler:
         sizes = sorted({size for each in by_shard.values() for size in each.sizes})
         self.need = self._need(by_shard[0].groups)
         self._set_scope()
-        options = self.options
-        name = f"vllm scheduler {os.getpid()}"
-        self.host = Host(
-            options.socket, config=options.service(), spawn=options.spawn, linger=options.linger, name=name
-        )
+        self.host = self.options.host("scheduler")
         try:
             self.host.register(sizes)
         except Unavailable as error:

@@ -77,7 +77,7 @@ class Worker:
         self.stats = Stats()
         self.host: Host | None = None
         self.pages: PagedKV | None = None
-        self.where = ""
+        self.where = self._pinned_for = ""
         self._scope = b""
         self._lock = threading.Lock()
         self._jobs: dict[int, SaveJob] = {}
@@ -93,13 +93,7 @@ class Worker:
         """Describe the pages and connect to the host service; ConfigError for what cannot be stored exactly."""
         self.spec, views, self.groups = geometry.describe(self.plan, self.cache, tensors)
         threads = self.options.copy_threads or min(4, os.cpu_count() or 1)
-        self.host = Host(
-            self.options.socket,
-            config=self.options.service(),
-            spawn=self.options.spawn,
-            name=f"vllm worker {os.getpid()}",
-        )
-
+        self.host = self.options.host("worker")
         self.sizes = tuple(chunk.container_bytes(self.spec, g) for g in range(len(self.spec.groups)))
         try:
             self.host.register(self.sizes)
@@ -111,11 +105,19 @@ class Worker:
             from lmkv.cuda import CudaPagedKV, PinnedMemory
 
             self._pinned = PinnedMemory(self.device.get_device())
-            self._pinned.add(*self.host.region)
+            self._pin()
             self.pages = CudaPagedKV(self.spec, views, self._pinned, keep=tensors, device=self.device.get_device())
         else:
             self.pages = PagedKV(self.spec, views, threads=threads, keep=tensors)
         self.where = f"{geometry.backend_text(self.config, tensors)} {self.spec.geometry()} {self.pages.layout}"
+
+    def _pin(self) -> None:
+        """Let the GPU use the service's memory: another mapping after another service took over."""
+        if self.device.is_cuda and self.host is not None and self.host.server_id != self._pinned_for:
+            address, nbytes = self.host.region
+            if nbytes:
+                self._pinned.add(address, nbytes)
+                self._pinned_for = self.host.server_id
 
     def handshake(self) -> Handshake | None:
         """What the scheduler needs to know of this rank."""
@@ -141,11 +143,12 @@ class Worker:
     def load(self, step: Step) -> None:
         """Start this step's loads."""
         self._scope = step.scope
+        after = self._event() if step.loads else None
         for load in step.loads:
             with self._lock:
                 self._loads[load.request] = load
             try:
-                self._loaders.submit(self._load, load)
+                self._loaders.submit(self._load, load, after)
             except Exception as error:  # vLLM waits for the request: it must hear of its end
                 self._end(Loaded(load.request, 0, {}, 0.0, 0, (), _reason(error)), load)
 
@@ -208,10 +211,10 @@ class Worker:
             ids.append(np.where(given > 0, given, -1))
         return PageRows(self.spec, self.pages, ids, start, stop)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, after: Any) -> None:
         started = time.monotonic()
         try:
-            done = self._fetch(load) if load.digests else Loaded(load.request, 0, {}, 0.0, 0, (), "no plan")
+            done = self._fetch(load, after) if load.digests else Loaded(load.request, 0, {}, 0.0, 0, (), "no plan")
         except Exception as error:
             done = Loaded(load.request, load.start, {}, 0.0, 0, ((load.digests[0], 0),), _reason(error))
         done.seconds = time.monotonic() - started
@@ -226,7 +229,7 @@ class Worker:
             self._ended.append(done)
             self._outcome.loaded.append(done)
 
-    def _fetch(self, load: Load) -> Loaded:
+    def _fetch(self, load: Load, after: Any) -> Loaded:
         chunk_tokens = self.plan.chunk_tokens
         first, chunks = load.start // chunk_tokens, load.stop // chunk_tokens
         rows = self._rows(load.blocks, load.start, load.stop)
@@ -238,6 +241,7 @@ class Worker:
             if i in needed[g]
         ]
         assert self.host is not None
+        self._pin()
         tiers: dict[str, int] = {}
         got, nbytes, reason = 0, 0, ""
         try:
@@ -245,7 +249,7 @@ class Worker:
                 if isinstance(run, str):
                     reason = run
                     break
-                rows.scatter(zip(keys[got : got + len(run)], run, strict=True))
+                rows.scatter(zip(keys[got : got + len(run)], run, strict=True), after)
                 for key, each in zip(keys[got : got + len(run)], run, strict=True):
                     nbytes += self.sizes[key.group]
                     if key.group == keys[0].group:
@@ -286,6 +290,7 @@ class Worker:
         assert host is not None
         if save.scope != self._scope:
             return ()
+        self._pin()
         rows = self._rows(save.blocks, save.first * chunk_tokens, (save.first + len(save.digests)) * chunk_tokens)
         whole = [rows.complete(g) for g in range(len(self.spec.groups))]
         keys = [

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lmkv import chunk
+from lmkv.config import Config
 from lmkv.server.client import Host
 
 POLL = 0.02
@@ -26,7 +27,7 @@ POLL = 0.02
 @contextmanager
 def watching(path: Path) -> Iterator[Host]:
     """A client of the service that listens on ``path``."""
-    host = Host(str(path), spawn=False, name="test")
+    host = Host(str(path), config=Config.load(env={}, cpu_touch=False), spawn=False, name="test")
     try:
         host.register([chunk.HEADER_BYTES])
         yield host

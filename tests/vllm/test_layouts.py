@@ -44,7 +44,9 @@ SPLIT = frozenset(LAYOUTS) - {"LBHNC", "LBNHC"}
 SCALES = {"dtype": torch.int8, "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD, "state_content_bytes": 2 * (8 + 4)}
 CASES = {
     "full": Case((full(),) * 3),
-    "pages of two sizes": Case((full(), full(num_kv_heads=4), full())),
+    "pages of two sizes": Case(
+        (full(), full(num_kv_heads=4), full()), never=frozenset({"LBHNC", "LBNHC", "LHBNC", "BHLNC"})
+    ),
     "other V width": Case((full(head_size_v=4),) * 2),
     "padded page": Case((full(page_size_padded=320),) * 2, never=SCATTERED),
     "kernel split": Case((full(block_size=16),) * 2, 4, SPLIT),

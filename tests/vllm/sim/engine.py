@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 import lmkv_vllm.connector
+import lmkv_vllm.options
 import lmkv_vllm.scheduler
 import lmkv_vllm.worker
 from lmkv import chunk
@@ -128,9 +129,8 @@ class Engine:
             self._patches.enter_context(mock.patch.object(lmkv_vllm.scheduler, "time", self.clock))
         with ExitStack() as made:
             made.enter_context(mock.patch.object(lmkv_vllm.worker, "Workers", self._pool))
-            for module in (lmkv_vllm.scheduler, lmkv_vllm.worker):
-                if self.service is not None:
-                    made.enter_context(mock.patch.object(module, "Host", self._host))
+            if self.service is not None:
+                made.enter_context(mock.patch.object(lmkv_vllm.options, "Host", self._host))
             ranks = [(0, number) for number in range(self.model.ranks)]
             made.enter_context(mock.patch.object(lmkv_vllm.connector, "_rank", side_effect=ranks))
             self.ranks = [Rank(self.setup, number) for number in range(self.model.ranks)]
