@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmkv")
 LINES_A_SECOND = 5
+MEASURED_TOKENS = 512
 
 
 class Scheduler:
@@ -202,7 +203,11 @@ class Scheduler:
         if not self.options.worth_it or not self._prefill_speed:
             return True
         seconds = sum(tokens * self._load_speed.get(tier, 0.0) for tier, tokens in tiers.items())
-        return seconds <= gain * self._prefill_speed
+        worth = seconds <= gain * self._prefill_speed
+        for tier in () if worth else tiers:
+            if tier in self._load_speed:
+                self._load_speed[tier] *= 0.95  # what is never tried again cannot be measured again
+        return worth
 
     def _drop(self, state: Tracked) -> None:
         """Let go of a request's lease and forget its answer."""
@@ -290,7 +295,7 @@ class Scheduler:
     def _measure(self, output: SchedulerOutput) -> None:
         """Seconds a token of prefill, from steps that computed enough of them."""
         now = time.monotonic()
-        if self._step_started and self._step_tokens >= 128:
+        if self._step_started and self._step_tokens >= MEASURED_TOKENS:
             each = (now - self._step_started) / self._step_tokens
             self._prefill_speed = 0.8 * self._prefill_speed + 0.2 * each if self._prefill_speed else each
         self._step_started, self._step_tokens = now, output.total_num_scheduled_tokens
@@ -315,9 +320,11 @@ class Scheduler:
                 self._note_speed(done.tiers, done.seconds)
 
     def _note_speed(self, tiers: Mapping[str, int], seconds: float) -> None:
-        """Seconds a token of loading, kept for the slowest tier that took part."""
-        if tiers and seconds:
-            tier, each = list(tiers)[-1], seconds / sum(tiers.values())
+        """Seconds a token of loading, kept for the slowest tier that took part; a short load tells little of a long
+        one."""
+        tokens = sum(tiers.values())
+        if tokens >= MEASURED_TOKENS:
+            tier, each = list(tiers)[-1], seconds / tokens
             before = self._load_speed.get(tier, 0.0)
             self._load_speed[tier] = 0.8 * before + 0.2 * each if before else each
 
