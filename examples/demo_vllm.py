@@ -123,7 +123,9 @@ def child(arguments: argparse.Namespace) -> list[Run]:
 def in_child(arguments: argparse.Namespace, socket: str, *more: str) -> list[Run]:
     command = [sys.executable, __file__, "--child", socket, "--tokens", str(arguments.tokens)]
     command += ["--new", str(arguments.new), "--repeats", str(arguments.repeats), *more]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT}, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False)
+    if done.returncode:
+        sys.exit(f"vLLM failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
     line = next(line for line in done.stdout.splitlines() if line.startswith("RUNS "))
     return [Run(**each) for each in json.loads(line[5:])]
 

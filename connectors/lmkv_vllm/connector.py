@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmkv.errors import ConfigError
-from lmkv_vllm.messages import Handshake, Outcome, Step
+from lmkv_vllm.messages import Handshake, Loaded, Outcome, Step
 from lmkv_vllm.metrics import LMKVPromMetrics, LMKVStats, Since
 from lmkv_vllm.options import Options
 from lmkv_vllm.scheduler import Scheduler
@@ -148,15 +148,20 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         results = KVConnectorTransferResults()
         for done in self.worker.ended():
             results.finished_recving.add(done.request)
-            self._seconds.append(done.seconds)
-            if not done.reason:
-                self.worker.take(done.request)
-            elif self._by_blocks and (bad := self.worker.bad_blocks(done)):
-                self._bad_blocks |= bad
-            else:
-                self.worker.take(done.request)
+            if not self._good(done):
                 results.failed_recving.add(done.request)
         return results
+
+    @guarded(lambda: False)
+    def _good(self, done: Loaded) -> bool:
+        """The load brought all its blocks, or those that it did not bring are told one by one."""
+        self._seconds.append(done.seconds)
+        load = self.worker.take(done.request)
+        if done.reason and self._by_blocks and load is not None and load.blocks:
+            bad = self.worker.bad_blocks(done, load)
+            self._bad_blocks |= bad
+            return bool(bad)
+        return not done.reason
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -185,7 +190,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._allocated(request, blocks, num_external_tokens) is None and num_external_tokens:
-            self.scheduler.fail(request, blocks.get_block_ids())
+            self.scheduler.fail(request)
 
     @guarded(_nothing)
     def _allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> bool:

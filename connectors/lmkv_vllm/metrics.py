@@ -7,6 +7,7 @@ is how long loads took.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
+@dataclass
 class LMKVStats(KVConnectorStats):
     """``data``: {"counts": {event: n}, "load_seconds": [...]}, what happened since the last report."""
 

@@ -23,7 +23,7 @@ class Tracked:
 
     asked: when its lookup went out (monotonic). local: tokens vLLM held itself when it asked. hit: tokens of the load
     that was started, by tier in ``tiers``. next_save: the first chunk not handed to the workers yet. stale: its blocks
-    hold bytes from before a reset.
+    hold bytes from before a reset. failures: its loads that failed.
     """
 
     request: Request
@@ -39,6 +39,7 @@ class Tracked:
     tiers: dict[str, int] = field(default_factory=dict)
     next_save: int = 0
     stale: bool = False
+    failures: int = 0
     reason: str = ""
 
     @classmethod

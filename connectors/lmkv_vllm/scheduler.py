@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmkv")
 LINES_A_SECOND = 5
 MEASURED_TOKENS = 512
+MAX_FAILURES = 3  # failed loads of a request; it is computed then
 
 
 class Scheduler:
@@ -237,12 +238,10 @@ class Scheduler:
         self.stats.add("hit_tokens", tokens)
         return True
 
-    def fail(self, request: Request, ids: tuple[list[int], ...]) -> None:
+    def fail(self, request: Request) -> None:
         """vLLM waits for a load that could not be planned: hand the workers one that only fails."""
         state = self._requests.setdefault(request.request_id, Tracked.of(request))
-        stop = max(len(ids[group.number]) * group.block_tokens for group in self.plan.groups)
-        targets = self._targets(ids, state.local, stop)
-        self._start(state, Load(request.request_id, self.scope, state.local, stop, NO_DIGEST, (), targets))
+        self._start(state, Load(request.request_id, self.scope, 0, 0, NO_DIGEST, (), ()))
 
     def _targets(self, ids: tuple[list[int], ...], start: int, stop: int) -> tuple[tuple[int, ...], ...]:
         return tuple(
@@ -337,6 +336,8 @@ class Scheduler:
         state.loading = False
         if failed:
             state.restart()
+            state.failures += 1
+            state.skip_load = state.skip_load or state.failures >= MAX_FAILURES
             state.reason = f"load failed: {failed}"
         self._log(state, 0 if failed else state.hit)
         self._drop(state)

@@ -60,9 +60,9 @@ class SaveJob:
     def settle(self) -> bool:
         """Return once the blocks may be overwritten. True: the job had to be given up for that."""
         with self._changed:
-            self._given_up = True
+            before, self._given_up = self._given_up, True
             self._changed.wait_for(lambda: not self._copying)
-            return not self._over
+            return not (before or self._over)
 
 
 class Worker:
@@ -143,24 +143,26 @@ class Worker:
     def load(self, step: Step) -> None:
         """Start this step's loads."""
         self._scope = step.scope
-        after = self._event() if step.loads else None
+        after = None
         for load in step.loads:
             with self._lock:
                 self._loads[load.request] = load
             try:
+                after = after or self._event()
                 self._loaders.submit(self._load, load, after)
             except Exception as error:  # vLLM waits for the request: it must hear of its end
                 self._end(Loaded(load.request, 0, {}, 0.0, 0, (), _reason(error)), load)
 
     def save(self, step: Step) -> None:
         """Start this step's saves; the forward that made their bytes has been submitted."""
-        after = self._event() if step.saves else None
+        after = None
         for save in step.saves:
             if not self.writes:
                 self._saved(save, None)
                 continue
-            job = self._jobs[save.job] = SaveJob(save, after)
             try:
+                after = after or self._event()
+                job = self._jobs[save.job] = SaveJob(save, after)
                 self._savers.submit(self._save, job)
             except Exception as error:
                 self.stats.add(f"save.failed.{_reason(error)}")
@@ -181,11 +183,8 @@ class Worker:
             ended, self._ended = self._ended, []
         return ended
 
-    def bad_blocks(self, ended: Loaded) -> set[int]:
+    def bad_blocks(self, ended: Loaded, load: Load) -> set[int]:
         """The blocks that a failed load of a single-group model left without their bytes."""
-        load = self.take(ended.request)
-        if load is None:
-            return set()
         tokens = self.plan.groups[0].block_tokens
         return {block for block in load.blocks[0][max(0, ended.tokens - load.start) // tokens :] if block}
 

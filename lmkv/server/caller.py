@@ -137,14 +137,14 @@ class Caller:
             self._compare(link.settings)
 
     def _compare(self, settings: str) -> None:
-        """Warn where the service runs with other settings than ours."""
+        """Warn where the service runs with other settings than those that were set here."""
         theirs, ours = (
             dict(line.partition("=")[::2] for line in text.splitlines())
             for text in (settings, settings_text(self.config))
         )
-        differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+        differ = [key for key in ours if theirs.get(key) != ours[key] and self.config.origin(key) != "default"]
         if differ:
-            texts = (f"{key} is {theirs.get(key, 'not set')}, not {ours.get(key, 'set')}" for key in differ)
+            texts = (f"{key} is {theirs.get(key, 'not set')}, not {ours[key]}" for key in differ)
             log.warning("the host service keeps its first client's settings: %s", "; ".join(texts))
 
     def _reconnect(self) -> None:
