@@ -48,6 +48,8 @@ class Saves:
 
     def _handed_out(self, output: SchedulerOutput) -> Iterator[int]:
         """Blocks allocated for this step; those found in vLLM's own prefix cache are only read."""
+        for copy in output.kv_cache_block_copies or ():
+            yield copy.dst_block_id
         for new in output.scheduled_new_reqs:
             yield from self._behind(new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs

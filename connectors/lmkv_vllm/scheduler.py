@@ -160,7 +160,7 @@ class Scheduler:
                 return self._miss(state, "lookup timeout")
             error = state.lookup.exception()  # type: ignore[union-attr]
             if error is not None:
-                return self._miss(state, getattr(error, "reason", "lookup failed"))
+                return self._miss(state, str(error)[:80] if isinstance(error, Unavailable) else "lookup failed")
             state.answer = state.lookup.result()  # type: ignore[union-attr]
         state.local, found = local, state.answer.chunks * self.plan.chunk_tokens
         gain = found - local

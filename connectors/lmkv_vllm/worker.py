@@ -349,6 +349,8 @@ class Worker:
 def _reason(error: Exception) -> str:
     """A word or two for a counter; what is unexpected is logged once a minute at most by the caller's name."""
     reason: Callable[[], str] | str = getattr(error, "reason", "")
+    if isinstance(error, Unavailable):
+        reason = str(error)[:80]
     if isinstance(reason, str) and reason:
         return reason
     if not isinstance(error, (LmkvError, BadInput, OSError)):

@@ -24,8 +24,8 @@ from lmkv.backends.base import Read, Result, Status
 from lmkv.backends.disk import DiskBackend
 from lmkv.testing import Fault, FaultyBackend
 
-GATES = "LMKV_TEST_GATES"
-RESERVE_SECONDS = "LMKV_TEST_RESERVE_SECONDS"
+GATES = "FAULTY_GATES"
+RESERVE_SECONDS = "FAULTY_RESERVE_SECONDS"
 WAIT = 60.0
 ENTRY_POINTS = """[lmkv.backends]
 faulty = faulty:open_backend

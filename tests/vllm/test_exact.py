@@ -80,16 +80,6 @@ def test_hit_equals_local_hit(engine: Engine, place: Path, model: Model) -> None
     engine.close()
 
 
-def test_synchronous_load_is_exact(engine: Engine, place: Path) -> None:
-    engine.open(SMOLLM2.folder(), connector=settings(place, load="sync"), **SMOLLM2.args)
-    ids = prompt()
-    local = local_hit(engine, ids)
-    settled(place / "socket", local.cached // engine.info["block_size"])
-    assert engine.reset()
-    assert engine.generate([ids]) == [local]
-    engine.close()
-
-
 def test_processes_of_their_own(place: Path, tmp_path: Path) -> None:
     """As `vllm serve` runs: the scheduler in one process, the worker in another."""
     with Engine(tmp_path / "vllm.log", split=True) as engine:

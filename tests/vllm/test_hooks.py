@@ -41,7 +41,7 @@ from lmkv_vllm.options import Options
 PROMPT = list(range(100, 161))
 CHUNK = 2 * BLOCK
 FULL = MODELS["full"]
-HYBRIDS = ["full", "window", "full+window", "full+mamba", "mla tp2"]
+KINDS = ["full", "window", "full+window", "full+mamba", "mla tp2"]
 
 
 @pytest.fixture
@@ -538,7 +538,7 @@ def test_a_save_that_ends_between_reset_and_the_next_step_is_not_found(engine: E
     assert engine.loads == 0
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_runs_during_a_reset_is_not_stored_under_new_weights(name: str, service: Service) -> None:
     with Engine(MODELS[name], blocks=100, service=service) as engine:
         running = engine.add(PROMPT, 20)
@@ -651,7 +651,7 @@ def scope_of(model: Model = FULL, options: dict[str, Any] | None = None, isa: st
         return text(*args) + isa
 
     # The hashes themselves do not matter here, and some need a package of their own.
-    known = mock.patch("sim.engine.get_hash_fn_by_name", lambda name: get_hash_fn_by_name("sha256_cbor"))
+    known = mock.patch("sim.engine.get_hash_fn_by_name", return_value=get_hash_fn_by_name("sha256_cbor"))
     with known, mock.patch.object(geometry, "backend_text", backend_text):
         engine = Engine(model, blocks=40, service=Service(), options=options, **cache)
     with engine:

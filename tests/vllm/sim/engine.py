@@ -6,8 +6,8 @@ import itertools
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -26,84 +27,32 @@ import lmkv_vllm.connector
 import lmkv_vllm.options
 import lmkv_vllm.scheduler
 import lmkv_vllm.worker
-from lmkv import chunk
-from lmkv.keys import NO_TENANT, ChunkKey
+from sim.checks import Checks
 from sim.host import FakeHost, Service
-from sim.models import BLOCK, Model, Setup, setup, vllm_config
-from sim.rank import Rank, expected, no_forward, state
+from sim.models import Model, Setup, setup, vllm_config
+from sim.rank import Rank, no_forward
 from sim.truth import Chain
+from sim.work import Clock, Manual, Threaded
 
 DEADLINE = 60.0
 
 
-class Clock:
-    """The connector's time: it moves when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return time.time()
-
-
-class Manual:
-    """`lmkv.workers.Workers` whose jobs run when the test says so, in the thread that says it."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name = name
-        self.jobs: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
-        self.closed = False
-
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        assert not self.closed
-        future: Future[Any] = Future()
-        self.jobs.append((future, call, args))
-        return future
-
-    def run(self, at: int = 0) -> None:
-        future, call, args = self.jobs.pop(at)
-        try:
-            future.set_result(call(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    def close(self, deadline: float) -> bool:
-        while self.jobs and not self.closed:
-            self.run()
-        self.closed = True
-        return True
-
-
-class Threaded(lmkv_vllm.worker.Workers):
-    """The real thing, whose unfinished jobs are known so that an idle engine can wait for one."""
-
-    def __init__(self, name: str, count: int) -> None:
-        super().__init__(name, count)
-        self.pending: set[Future[Any]] = set()
-
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        future = super().submit(call, *args)
-        self.pending.add(future)
-        future.add_done_callback(self.pending.discard)
-        return future
-
-
-class Engine:
+class Engine(Checks):
     """An engine of ``model`` with few blocks.
 
     service: the fake host service; None: the real one at ``options["socket"]``. threads: background work runs on its
-    own threads; else when `work` is called.
+    own threads; else when `work` is called. overlap: the next step is scheduled before the output of this one is known,
+    by vLLM's AsyncScheduler or, with a pipeline, from other requests.
     """
 
     def __init__(
         self, model: Model, blocks: int = 40, service: Service | None = None, options: dict[str, Any] | None = None,
-        threads: bool = False, config: Any = None, **cache: Any,
+        threads: bool = False, overlap: bool = False, config: Any = None, **cache: Any,
     ) -> None:  # fmt: skip
         self.model, self.service, self.threads, self.clock = model, service, threads, Clock()
+        self.overlap = overlap
         self.config = config or vllm_config(model, options, **cache)
+        self.config.scheduler_config.async_scheduling = overlap and model.stages == 1
         self.setup: Setup = setup(model, blocks, self.config)
         self.weights = 1
         self.chains: dict[str, Chain] = {}
@@ -112,6 +61,9 @@ class Engine:
         self.reports = self.steps = self.loads = self.failures = 0
         self.expected_failures: dict[str, int] = {}
         self.handed_out: set[int] = set()
+        self.computed: dict[str, int] = {}
+        self.flying: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        self.aborts: list[str] = []
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, Any] = {}
         self.scopes: dict[bytes, int] = {}
@@ -131,10 +83,11 @@ class Engine:
             made.enter_context(mock.patch.object(lmkv_vllm.worker, "Workers", self._pool))
             if self.service is not None:
                 made.enter_context(mock.patch.object(lmkv_vllm.options, "Host", self._host))
-            ranks = [(0, number) for number in range(self.model.ranks)]
+            model = self.model
+            ranks = [(stage, rank) for stage in range(model.stages) for rank in range(model.ranks)]
             made.enter_context(mock.patch.object(lmkv_vllm.connector, "_rank", side_effect=ranks))
-            self.ranks = [Rank(self.setup, number) for number in range(self.model.ranks)]
-            self.scheduler = Scheduler(
+            self.ranks = [Rank(self.setup, number) for number in range(model.workers)]
+            self.scheduler = (AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler)(
                 vllm_config=self.config,
                 kv_cache_config=self.setup.scheduler_cache,
                 structured_output_manager=StructuredOutputManager(self.config),
@@ -144,7 +97,7 @@ class Engine:
             )
             self.connector: Any = self.scheduler.connector
             self.connector.set_xfer_handshake_metadata_pp_aware(
-                {(0, rank.number): rank.connector.get_handshake_metadata() for rank in self.ranks}
+                {key: rank.connector.get_handshake_metadata() for key, rank in zip(ranks, self.ranks, strict=True)}
             )
         self.aggregator = KVOutputAggregator.from_connector(self.connector, len(self.ranks))
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -199,9 +152,16 @@ class Engine:
         self.pool.evict_blocks({block.block_id for block in self.pool.blocks if not block.is_null})
 
     def new_weights(self) -> None:
-        """What follows a weight update: everything computed before is void. Nothing may be parked."""
+        """What follows a weight update: everything computed before is void. Nothing may be parked or hold blocks."""
+        while self.flying:
+            self._update()
         assert self.reset(running=True)
         self.weights += 1
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do, or a step whose output is still to come."""
+        return bool(self.scheduler.has_requests() or self.flying)
 
     @property
     def live(self) -> list[str]:
@@ -241,6 +201,8 @@ class Engine:
         self.clock.now += 0.01
         scheduler = self.scheduler
         self._note_hashes()
+        if self.flying and not scheduler.has_requests():
+            return self._update()
         output = scheduler.schedule()
         for name, request in scheduler.requests.items():
             waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -260,19 +222,28 @@ class Engine:
         for each in outs:
             self.reports += len(each.finished_recving or ())
             self.failures += len(each.failed_recving or ()) + bool(each.invalid_block_ids)
-        result = self._results(output, outs)
+        self.flying.append((output, self._results(output, outs)))
+        if not (self.overlap and len(self.flying) < 2 and (output.num_scheduled_tokens or scheduler.has_requests())):
+            self._update()
+        self.work(dice, share)
+        if not output.total_num_scheduled_tokens:
+            self.rest()
+        return output
+
+    def _update(self) -> SchedulerOutput:
+        """The scheduler hears of the oldest step; who was aborted while it ran goes first."""
+        output, result = self.flying.pop(0)
         for name in (result.kv_connector_output or KVConnectorOutput()).finished_recving or ():
             assert name in self.parked, f"{name} was reported, but was not parked"
             self.parked.discard(name)
-        found = scheduler.update_from_output(output, result)
+        while self.aborts:
+            self.abort(self.aborts.pop())
+        found = self.scheduler.update_from_output(output, result)
         for each in itertools.chain.from_iterable(outputs.outputs for outputs in found.values()):
             self.outputs[each.request_id] += each.new_token_ids
             if each.finish_reason is not None:
                 self.finish_reasons[each.request_id] = each.finish_reason
         self._note_hashes()
-        self.work(dice, share)
-        if not output.total_num_scheduled_tokens:
-            self.rest()
         return output
 
     def _execute(
@@ -283,7 +254,7 @@ class Engine:
         for rank in self.ranks:
             rank.begin(output)
             self.work(dice, share)
-            computed = rank.update(output, self.chains)
+            computed = self.computed = rank.update(output, self.chains)
             rank.poison(fresh)
             rank.zero(output.new_block_ids_to_zero)
             rank.copy(output)
@@ -309,9 +280,12 @@ class Engine:
         return result
 
     def _sampled(self, name: str, output: SchedulerOutput) -> list[int]:
-        request = self.scheduler.requests[name]
-        done = request.num_computed_tokens
-        return [self.chains[name].next_token()] if done >= request.num_tokens else []
+        chain = self.chains[name]
+        if self.computed[name] + output.num_scheduled_tokens[name] < len(chain):
+            return []
+        token = chain.next_token()
+        chain.extend([token])
+        return [token]
 
     def _note_hashes(self) -> None:
         """Which tokens every chunk's digest stands for."""
@@ -327,7 +301,7 @@ class Engine:
     def run(self, limit: int = 2000, **how: Any) -> None:
         """Step until no request is left."""
         deadline = time.monotonic() + DEADLINE
-        while self.scheduler.has_requests():
+        while self.busy:
             self.step(**how)
             limit -= 1
             late = not limit or time.monotonic() > deadline
@@ -342,7 +316,7 @@ class Engine:
     def settle(self) -> None:
         """Steps until the scheduler has heard of every save."""
         for _ in range(1000):
-            if not len(self.connector.side.saves):
+            if not len(self.connector.side.saves) and not self.flying:
                 return
             self.step()
         raise AssertionError(f"saves that never end: {self.connector.side.saves._jobs}")
@@ -350,117 +324,6 @@ class Engine:
     def describe(self) -> str:
         states = {name: str(each.status) for name, each in self.scheduler.requests.items()}
         return f"{states} parked {self.parked}"
-
-    # Checks.
-
-    def check_outputs(self) -> None:
-        """Every request that came to its end has the tokens its prompt leads to."""
-        for name, reason in self.finish_reasons.items():
-            request = self.requests[name]
-            assert str(reason) != "error", f"{name} ended in an error"
-            if self.weights == 1:
-                chain = Chain(self.weights, self.who(request), request.prompt_token_ids or [])
-                for token in self.outputs[name]:
-                    assert token == chain.next_token(), f"{name}: wrong token at {len(chain)}"
-                    chain.extend([token])
-
-    def check_nothing_left(self) -> None:
-        """Nothing is held for requests that are no more."""
-        scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
-        for what in ("requests", "running", "waiting", "kv_holding_waiting", "deferred_waiting", "deferred_frees",
-                     "finished_recving_kv_req_ids", "failed_recving_kv_req_ids", "_inflight_prefills"):  # fmt: skip
-            assert not getattr(scheduler, what), f"scheduler.{what}: {getattr(scheduler, what)}"
-        assert not self.parked, f"parked and never reported: {self.parked}"
-        for each in manager.coordinator.single_type_managers:
-            assert not each.req_to_blocks, f"blocks of requests that are gone: {dict(each.req_to_blocks)}"
-        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
-        assert all(not block.ref_cnt for block in self.pool.blocks if not block.is_null)
-        for side in (self.connector.side, *(rank.connector.side for rank in self.ranks)):
-            failed = {event: n for event, n in side.stats.snapshot().items() if event.startswith("hook.failed")}
-            assert failed == self.expected_failures, failed
-        side = self.connector.side
-        for what in ("_requests", "_loads", "_fresh", "_failed"):
-            assert not getattr(side, what), f"lmkv scheduler {what}: {getattr(side, what)}"
-        assert not side.saves._jobs, f"saves in flight: {side.saves._jobs}"
-        assert not side.saves._blocks, f"blocks of saves: {side.saves._blocks}"
-        for rank in self.ranks:
-            for what in ("_jobs", "_loads", "_ended"):
-                assert not getattr(rank.connector.side, what), f"lmkv worker {what}"
-        if self.service is not None:
-            assert not self.service.leases, f"leases: {self.service.leases}"
-            assert not self.service.writing, f"reservations: {self.service.writing}"
-            assert not self.service.reading, "runs that were never let go"
-
-    def check_stored(self, parts: Iterator[tuple[ChunkKey, Any, int]]) -> int:
-        """Containers (key, bytes, page mask) hold exactly what their digest stands for. Returns how many."""
-        count = 0
-        for key, data, mask in parts:
-            weights = self.scopes.get(key.scope)
-            if weights is None:
-                continue
-            assert key.digest in self.known, "stored under a hash that no request ever had"
-            who, tokens = self.known[key.digest]
-            chain = Chain(weights, who, tokens)
-            self._check_container(key, data, mask, chain)
-            count += 1
-        return count
-
-    def _check_container(self, key: ChunkKey, data: Any, mask: int, chain: Chain) -> None:
-        rank = next(rank for rank in self.ranks if rank.connector.side.shard == key.shard)
-        side = rank.connector.side
-        spec, place = side.spec, side.groups[key.group]
-        layers = rank.layers[self.plan.groups[place].number]
-        pages = spec.pages(key.group)
-        size = spec.groups[key.group].layer_page_bytes
-        start = len(chain) - self.plan.chunk_tokens
-        assert key.depth * self.plan.chunk_tokens == start, "stored at another depth"
-        header = chunk.parse(memoryview(data), key)
-        assert header.page_mask == (mask or (1 << pages) - 1)
-        for part in chunk.layout(spec, key.group):
-            for nth in range(part.layers):
-                layer, array, _ = layers[part.first_layer + nth]
-                for page in range(pages):
-                    if mask and not mask >> page & 1:
-                        continue
-                    at = part.offset + (nth * pages + page) * size
-                    found = data[at : at + size]
-                    if spec.groups[key.group].state_bytes:
-                        right = state(chain, layer, array, len(chain))
-                    else:
-                        first = start + page * BLOCK
-                        right = expected(chain, layer, array, first, first + BLOCK).transpose(1, 0, 2).ravel()
-                    assert (found == right).all(), f"wrong bytes stored for {key} layer {layer} page {page}"
-
-    def stored(self) -> Iterator[tuple[ChunkKey, Any, int]]:
-        """Every container the fake service has."""
-        for key, part in list(self.service.stored.items()) if self.service else ():
-            yield key, part.data, part.mask
-
-    def stored_for_real(self) -> Iterator[tuple[ChunkKey, Any, int]]:
-        """Every container of this engine's chunks that the real service has, read through it."""
-        import numpy as np
-
-        host = self.ranks[0].connector.side.host
-        for scope in self.scopes:
-            for digest, (_, tokens) in self.known.items():
-                for rank in {rank.connector.side.shard: rank.connector.side for rank in self.ranks}.values():
-                    for group, size in enumerate(rank.sizes):
-                        depth = len(tokens) // self.plan.chunk_tokens - 1
-                        before = self._digest_before(digest, tokens)
-                        key = ChunkKey(scope, NO_TENANT, digest, before[:8], depth, group, rank.shard)
-                        for run in host.fetch([key], [size], 5.0):
-                            if not isinstance(run, str):
-                                data = np.frombuffer(bytes(run[0].view()), np.uint8)
-                                full = (1 << rank.spec.pages(group)) - 1
-                                mask = chunk.parse(memoryview(data)).page_mask
-                                yield key, data, 0 if mask == full else mask
-
-    def _digest_before(self, digest: bytes, tokens: list[int]) -> bytes:
-        who = self.known[digest][0]
-        shorter = tokens[: -self.plan.chunk_tokens]
-        if not shorter:
-            return bytes(32)
-        return next(d for d, (w, t) in self.known.items() if w == who and t == shorter)
 
     # End.
 

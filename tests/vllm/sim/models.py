@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -73,20 +74,30 @@ def mla(**changes: Any) -> MLAAttentionSpec:
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its layers, and how it is run. chunk: tokens of a chunk; blocks: enough for one request of 110 tokens;
-    ranks: of tensor parallelism; retention: of vLLM's checkpoints, None keeps all."""
+    """A model by its layers, and how it is run.
+
+    chunk: tokens of a chunk; blocks: enough for one request of 110 tokens; ranks: of tensor parallelism; stages: of a
+    pipeline; retention: of vLLM's checkpoints, None keeps all; match_unit: tokens that vLLM's own hits are a multiple
+    of, where not a block.
+    """
 
     name: str
     layers: tuple[KVCacheSpec, ...]
     chunk: int = 2 * BLOCK
     blocks: int = 32
     ranks: int = 1
+    stages: int = 1
     retention: int | None = 0
+    match_unit: int | None = None
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property
     def recurrent(self) -> bool:
         return any(isinstance(spec, MambaSpec) for spec in self.layers)
+
+    @property
+    def workers(self) -> int:
+        return self.ranks * self.stages
 
 
 MODELS = {
@@ -99,8 +110,13 @@ MODELS = {
         Model("full+window dense", (sliding(), full()), blocks=48, retention=None),
         Model("full+mamba", (mamba(), mamba(), full()), chunk=BLOCK, blocks=44),
         Model("full+mamba dense", (mamba(), full()), chunk=BLOCK, blocks=40, retention=None),
+        Model("full+window of other blocks", (sliding(num_kv_heads=4), full()), blocks=42),
+        Model("full+mamba, half blocks", (mamba(), full()), chunk=BLOCK, blocks=40, match_unit=BLOCK // 2),
         Model("full tp2", (full(),) * 2, ranks=2),
         Model("mla tp2", (mla(max_tp_shards=1),) * 2, ranks=2),
+        Model("full+mamba tp2", (mamba(), full()), chunk=BLOCK, blocks=40, ranks=2),
+        Model("full pp2", (full(),) * 3, stages=2),
+        Model("full+window pp2", (sliding(), full(), sliding(), full()), blocks=48, stages=2),
     )
 }
 
@@ -145,8 +161,7 @@ class Setup:
     scheduler_cache: KVCacheConfig
     block_tokens: int
     hash_tokens: int
-    layout: str = "LBHNC"
-    specs: dict[str, KVCacheSpec] = field(default_factory=dict)
+    specs: dict[str, KVCacheSpec]
 
 
 def vllm_config(model: Model, options: dict[str, Any] | None = None, **cache: Any) -> VllmConfig:
@@ -160,8 +175,10 @@ def vllm_config(model: Model, options: dict[str, Any] | None = None, **cache: An
         {"weights_id": "sim", "chunk_tokens": model.chunk, "worth_it": False, **dict(model.extra), **(options or {})}
     )
     parallel: ParallelConfig = config.parallel_config
-    parallel.tensor_parallel_size = parallel.world_size = model.ranks
+    parallel.tensor_parallel_size, parallel.pipeline_parallel_size = model.ranks, model.stages
+    parallel.world_size = model.workers
     config.cache_config.prefix_cache_retention_interval = model.retention
+    config.cache_config.prefix_match_unit = model.match_unit
     config.cache_config.kv_cache_layout = "LBHNC"
     if model.recurrent:
         config.cache_config.mamba_cache_mode = "align"
@@ -175,15 +192,30 @@ def setup(model: Model, blocks: int, config: VllmConfig) -> Setup:
     """As vLLM's engine core does it: groups, placement, block sizes, one copy for the scheduler."""
     specs: dict[str, KVCacheSpec] = {f"model.layers.{i}.attn": spec for i, spec in enumerate(model.layers)}
     groups = get_kv_cache_groups(config, dict(specs))
-    one = get_kv_cache_config_from_groups(config, groups, 1 << 30)
-    per_block = one.kv_cache_tensors[0].size // one.num_blocks
-    cache = get_kv_cache_config_from_groups(config, groups, per_block * blocks)
-    cache.kv_cache_layout = config.cache_config.kv_cache_layout
-    cache.kv_tp_replicas = kv_cache_groups_tp_replicas(groups, model.ranks)
-    scheduler_cache = generate_scheduler_kv_cache_config([cache] * model.ranks)
+    for group in groups:  # vLLM may have changed the block size of some layers, so that all pages have one size
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        specs.update({name: each.get(name, group.kv_cache_spec) for name in group.layer_names})
+    config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in groups)
     config.cache_config.num_gpu_blocks = blocks
+    caches = [_cache(model, stage, groups, blocks, config) for stage in range(model.stages) for _ in range(model.ranks)]
+    scheduler_cache = generate_scheduler_kv_cache_config(caches)
     block_tokens, hash_tokens = resolve_kv_cache_block_sizes(scheduler_cache, config)
     aligned = resolve_cache_hit_alignment_tokens(scheduler_cache, config, block_tokens, hash_tokens)
-    for each in (cache, scheduler_cache):
+    for each in (*caches, scheduler_cache):
         each.hash_block_size, each.cache_hit_alignment_tokens = hash_tokens, aligned
-    return Setup(model, config, [cache] * model.ranks, scheduler_cache, block_tokens, hash_tokens, "LBHNC", specs)
+    return Setup(model, config, caches, scheduler_cache, block_tokens, hash_tokens, specs)
+
+
+def _cache(
+    model: Model, stage: int, groups: list[KVCacheGroupSpec], blocks: int, config: VllmConfig
+) -> KVCacheConfig:  # fmt: skip
+    """What one worker has: the layers of its stage."""
+    count = -(-len(model.layers) // model.stages)
+    names = {f"model.layers.{i}.attn" for i in range(stage * count, (stage + 1) * count)}
+    own = [replace(group, layer_names=[name for name in group.layer_names if name in names]) for group in groups]
+    one = get_kv_cache_config_from_groups(config, own, 1 << 30)
+    per_block = one.kv_cache_tensors[0].size // one.num_blocks
+    cache = get_kv_cache_config_from_groups(config, own, per_block * blocks)
+    cache.kv_cache_layout = config.cache_config.kv_cache_layout
+    cache.kv_tp_replicas = kv_cache_groups_tp_replicas(groups, model.ranks)
+    return cache
