@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -282,3 +284,25 @@ def _reason(call: object) -> str:
     except Unavailable as error:
         return str(error)
     return "nothing was raised"
+
+
+def test_a_service_that_starts_too_late_for_its_starter_serves_all_the_same(place: Place) -> None:
+    ready, says = os.pipe()
+    os.close(ready)  # the starter has given up
+    settings = place.config().model_dump_json(exclude_unset=True)
+    command = [sys.executable, "-m", "lmkv", "server", "--socket", place.socket, "--settings", settings]
+    with subprocess.Popen([*command, "--ready", str(says)], pass_fds=[says]) as late:
+        os.close(says)
+        try:
+            host = place.host(register=False, spawn=False)
+            until(lambda: registered(host))
+        finally:
+            late.terminate()
+
+
+def registered(host: Host) -> bool:
+    try:
+        host.register([NBYTES])
+    except Unavailable:
+        return False
+    return True

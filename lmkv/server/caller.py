@@ -27,7 +27,7 @@ from lmkv.server.service import settings_text
 
 log = logging.getLogger(__name__)
 CALL = 1.0
-RECONNECT, LONGEST_DELAY = 10.0, 15.0
+RECONNECT, LONGEST_DELAY = 20.0, 15.0
 
 _CALLERS: weakref.WeakSet[Caller] = weakref.WeakSet()
 

@@ -20,6 +20,10 @@ from contextlib import suppress
 
 from lmkv.errors import ConfigError, Unavailable
 
+# An engine's process may be tied to a core that its threads keep busy; the service is not to share that fate.
+START = (
+    "import os, runpy; os.sched_setaffinity(0, range(os.cpu_count() or 1)); runpy.run_module('lmkv', None, '__main__')"
+)
 LONGEST_PATH = 107  # sun_path of unix(7), less its zero
 BACKLOG = 128
 
@@ -96,7 +100,7 @@ def spawn(path: str, settings: str, deadline: float) -> None:
     ready, says = os.pipe()
     try:
         try:
-            command = [sys.executable, "-m", "lmkv", "server", "--socket", path, "--settings", settings]
+            command = [sys.executable, "-c", START, "server", "--socket", path, "--settings", settings]
             log = os.open(path + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with open(log, "wb") as errors:
                 child = subprocess.Popen(  # noqa: S603

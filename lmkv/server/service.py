@@ -213,7 +213,8 @@ def main(path: str, config: Config, ready: int = -1) -> bool:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, service.stop)
     if ready >= 0:
-        os.write(ready, b"listening")
+        with suppress(BrokenPipeError):  # who started us has waited long enough, and will find us
+            os.write(ready, b"listening")
         os.close(ready)
     if elected:
         log.info("process %d serves %s", os.getpid(), path)

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests.v1.kv_connector.unit.utils import MockKVConfig
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -66,7 +67,9 @@ class Answers:
             answer.set_result(Answer(bytes(min(found, len(query.digests) // DIGEST_BYTES)), "not stored"))
 
     def release(self, *owners: str) -> None:
-        """Nothing is leased."""
+        for owner in owners:
+            self._local.pop(owner, None)
+            self._waiting.pop(owner, None)
 
     def clear_later(self, scope: bytes) -> None:
         """Nothing is stored."""
@@ -91,12 +94,11 @@ class Target(LMKVConnector):
         transfer = vllm_config.kv_transfer_config
         theirs = dict(transfer.kv_connector_extra_config)
         tokens = theirs.get("matched_tokens", 0)
-        if tokens and not theirs["is_async"]:
-            pytest.skip(SYNC)
+        self._answers = Answers(0)
+        self.config = MockKVConfig(tokens, theirs.get("is_async", True))
         self._defers = theirs.get("num_defers_before_matching", 0)
         self._asked: dict[str, int] = {}
         transfer.kv_connector_extra_config = dict(SETTINGS)
-        self._answers = Answers(tokens)
         with mock.patch.object(Options, "host", return_value=self._answers):
             super().__init__(vllm_config, role, kv_cache_config)
             if role == KVConnectorRole.SCHEDULER:
@@ -105,6 +107,17 @@ class Target(LMKVConnector):
                 self.scheduler.meet([Handshake(shard, (8192,) * len(groups), groups, "upstream") for shard in shards])
         transfer.kv_connector_extra_config = theirs
         Target.built += 1
+
+    @property
+    def config(self) -> MockKVConfig:
+        """The stand-in's settings, which a test may change."""
+        return self._config
+
+    @config.setter
+    def config(self, config: MockKVConfig) -> None:
+        if config.matched_tokens and not config.is_async:
+            pytest.skip(SYNC)
+        self._config, self._answers.tokens = config, config.matched_tokens
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
@@ -170,7 +183,5 @@ class Report:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import tests.v1.kv_connector.unit.utils  # noqa: F401  (registers the stand-ins)
-
     KVTransferConfig.__init__ = by_name(KVTransferConfig.__init__)
     config.pluginmanager.register(Report())
