@@ -202,7 +202,7 @@ def draw(runs: list[Run], tokens: int, path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2561, help="length of the prompt")
+    parser.add_argument("--tokens", type=int, default=2500, help="length of the prompt")
     parser.add_argument("--new", type=int, default=16, help="tokens to generate and compare")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of what is fast")
     parser.add_argument("--picture", type=Path, default=ROOT / ".cache" / "demo-vllm.png")

@@ -96,7 +96,9 @@ class Config(_Model):
     ttl: Seconds | None = Field(
         default=None, description="Chunks expire this long after they were stored, unless the store says otherwise."
     )
-    linger: Seconds = Field(default=60.0, description="The host service ends this long after its last client.")
+    linger: Seconds = Field(
+        default=60.0, description="A host service that an engine started ends this long after its last client."
+    )
     cpu: CpuConfig = Field(default=CpuConfig(), description="Host memory.")
     tiers: tuple[Annotated[TierConfig, BeforeValidator(_tier)], ...] = Field(default=(), description="Fastest first.")
 

@@ -18,7 +18,9 @@ from lmkv.server import election, service
 def server(
     socket: Annotated[str, typer.Option(help="Where to listen; else in $XDG_RUNTIME_DIR, or /tmp.")] = "",
     config: ConfigFile = None,
-    linger: Annotated[str | None, typer.Option(metavar="TIME", help="End so long after the last client: 60s.")] = None,
+    linger: Annotated[
+        str | None, typer.Option(metavar="TIME", help="End so long after the last client; else never.")
+    ] = None,
     settings: Annotated[str | None, typer.Option(hidden=True)] = None,
     ready: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -29,7 +31,9 @@ def server(
         if linger is not None:
             loaded = loaded.override(linger=linger)
         path = election.socket_path(socket)
-        elected = service.main(path, check_names(loaded), ready)
+        # One started by hand is there for engines that are still to come.
+        stays = ready < 0 and loaded.origin("linger") == "default"
+        elected = service.main(path, check_names(loaded), ready, stays)
     except ConfigError as error:
         if ready >= 0:
             os.write(ready, f"{error.key}\n{error.message}".encode())

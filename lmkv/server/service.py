@@ -45,6 +45,7 @@ class Service:
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._idle_since = time.monotonic()
+        self.stays = False
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.epoll()
@@ -126,10 +127,12 @@ class Service:
     # The main loop.
 
     def run(self) -> None:
-        """Serve until stopped, or until nobody has been there for ``linger`` seconds."""
+        """Serve until stopped or, unless it ``stays``, until nobody has been there for ``linger`` seconds."""
         while not self._stopping:
             with self._lock:
-                left = None if self._sessions else self._idle_since + self.config.linger - time.monotonic()
+                left = (
+                    None if self._sessions or self.stays else self._idle_since + self.config.linger - time.monotonic()
+                )
             if left is not None and left <= 0:
                 break
             for fd, _ in self._poll.poll(left):
@@ -199,7 +202,7 @@ def settings_text(config: Config) -> str:
     return "\n".join(f"{key}={value}" for key, value, _ in config.rows() if key.startswith(ours))
 
 
-def main(path: str, config: Config, ready: int = -1) -> bool:
+def main(path: str, config: Config, ready: int = -1, stays: bool = False) -> bool:
     """Be the service at ``path`` until it ends; False at once where there is one. ready: told when one listens."""
     elected = election.listen(path)
     if elected:
@@ -210,6 +213,7 @@ def main(path: str, config: Config, ready: int = -1) -> bool:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         service = Service(listener, config)
+        service.stays = stays
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, service.stop)
     if ready >= 0:

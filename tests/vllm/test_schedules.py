@@ -83,8 +83,7 @@ class Schedule:
         self.engine = Engine(self.model, blocks, service, options, self.threads, overlap)
         self.documents = [[dice.randrange(400) for _ in range(70)] for _ in range(dice.randint(1, 3))]
         self.left = dice.randint(8, 20)
-        # With hits finer than a block vLLM itself copies a block before it is computed if a state outlives its blocks.
-        self.forgetful = 0.0 if self.model.match_unit else dice.choice([0.0, 0.2, 0.5])
+        self.forgetful = dice.choice([0.0, 0.2, 0.5])
         self.events: Counter[str] = Counter()
         self.refuse = dice.choice([0.0, 0.0, 0.05, 0.2])
         self._refuse_allocations()

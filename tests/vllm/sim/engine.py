@@ -257,7 +257,7 @@ class Engine(Checks):
             computed = self.computed = rank.update(output, self.chains)
             rank.poison(fresh)
             rank.zero(output.new_block_ids_to_zero)
-            rank.copy(output)
+            rank.copy(output, fresh)
             rank.carry_states(output, computed)
             rank.bind(output)
             self.work(dice, share)

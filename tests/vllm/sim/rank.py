@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ class Rank:
             for group in self.cache.kv_cache_groups
         ]
         self.rows: dict[str, Row] = {}
+        self.late: list[tuple[int, int]] = []
         self.connector.register_kv_caches(self.tensors)
 
     def poison(self, blocks: set[int]) -> None:
@@ -79,10 +81,26 @@ class Rank:
         for array in self.arrays.values():
             array[blocks or []] = 0
 
-    def copy(self, output: SchedulerOutput) -> None:
+    def copy(self, output: SchedulerOutput, fresh: set[int]) -> None:
+        """vLLM's copies of partly matched blocks.
+
+        It makes them before the forward even where the source is only computed in it (with `prefix_match_unit`), which
+        copies garbage. That is not what is tested here, so those come behind the writes.
+        """
+        self.late = []
         for each in output.kv_cache_block_copies or ():
+            if each.src_block_id in fresh:
+                self.late.append((each.src_block_id, each.dst_block_id))
             for array in self.arrays.values():
                 array[each.dst_block_id] = array[each.src_block_id]
+
+    def copy_late(self, computed: dict[str, int]) -> None:
+        for (source, target), (name, row) in itertools.product(self.late, self.rows.items()):
+            for table, layers in zip(row.tables, self.layers, strict=True):
+                if target in table and name in computed:
+                    slots = computed[name] - table.index(target) * layers[0][2].block_size
+                    for _, array, _ in layers:
+                        array[target, :, :slots] = array[source, :, :slots]
 
     # Block tables, as the model runner keeps them.
 
@@ -134,6 +152,7 @@ class Rank:
         for request_id, count in output.num_scheduled_tokens.items():
             for g in range(len(self.layers)):
                 self._write(self.rows[request_id], g, computed[request_id], count)
+        self.copy_late(computed)
         for request_id, count in output.num_scheduled_tokens.items():
             for g in range(len(self.layers)):
                 self._check(request_id, g, computed[request_id])
