@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from tests.v1.kv_connector.unit.utils import MockKVConfig
+from tests.v1.kv_connector.unit import utils
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -28,7 +28,7 @@ from lmkv_vllm.connector import LMKVConnector
 from lmkv_vllm.messages import Handshake, Step
 from lmkv_vllm.options import Options
 
-STAND_INS = ("MockKVConnector", "ExampleConnector", "TestExampleConnector")
+STAND_INS = ("MockKVConnector", "ExampleConnector")
 BY_NAME = ("SimpleCPUOffloadConnector", "OffloadingConnector")  # in tests of what a configuration leads to
 SETTINGS = {"chunk_tokens": 1, "lookup_timeout": 60, "worth_it": False, "weights_id": "upstream"}
 SYNC = "asks for a synchronous load"
@@ -95,7 +95,7 @@ class Target(LMKVConnector):
         theirs = dict(transfer.kv_connector_extra_config)
         tokens = theirs.get("matched_tokens", 0)
         self._answers = Answers(0)
-        self.config = MockKVConfig(tokens, theirs.get("is_async", True))
+        self.config = utils.MockKVConfig(tokens, theirs.get("is_async", True))
         self._defers = theirs.get("num_defers_before_matching", 0)
         self._asked: dict[str, int] = {}
         transfer.kv_connector_extra_config = dict(SETTINGS)
@@ -109,12 +109,12 @@ class Target(LMKVConnector):
         Target.built += 1
 
     @property
-    def config(self) -> MockKVConfig:
+    def config(self) -> utils.MockKVConfig:
         """The stand-in's settings, which a test may change."""
         return self._config
 
     @config.setter
-    def config(self, config: MockKVConfig) -> None:
+    def config(self, config: utils.MockKVConfig) -> None:
         if config.matched_tokens and not config.is_async:
             pytest.skip(SYNC)
         self._config, self._answers.tokens = config, config.matched_tokens
@@ -148,9 +148,7 @@ def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     def construct(self: Any, *args: Any, **config: Any) -> None:
-        changed = retarget(config)
-        Target.built += changed is not config
-        original(self, *args, **changed)
+        original(self, *args, **retarget(config))
 
     return construct
 
@@ -166,9 +164,17 @@ class Report:
         before = Target.built
         # Where connectors are told apart by name, the stand-ins must be what they are.
         names = () if "hma" in item.path.name else STAND_INS
-        with mock.patch.dict(KVConnectorFactory._registry, {name: lambda: Target for name in names}):
+        with (
+            mock.patch.dict(KVConnectorFactory._registry, {name: lambda: Target for name in names}),
+            mock.patch.object(utils, "ExampleConnector", Target),  # what their recording connector records
+        ):
             result = yield
-        self.found.setdefault(item.nodeid, {})["built"] = Target.built - before
+        parameters = getattr(item, "callspec", None)
+        given = (
+            [each for each in parameters.params.values() if isinstance(each, KVTransferConfig)] if parameters else []
+        )
+        named = sum("LMKVConnector" in repr(each) for each in given)
+        self.found.setdefault(item.nodeid, {})["built"] = Target.built - before + named
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
