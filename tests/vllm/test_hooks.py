@@ -29,7 +29,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import lmkv_vllm
@@ -460,6 +460,17 @@ def test_a_queued_save_is_given_up_when_its_blocks_are_handed_out(service: Servi
         assert engine.outputs[name]
         assert engine.check_stored(engine.stored()) == 7
         engine.check_nothing_left()
+
+
+def test_blocks_that_vllm_copies_over_are_handed_out_too(engine: Engine) -> None:
+    engine.add(PROMPT, 1)
+    metadata = engine.step(share=0.0).kv_connector_metadata
+    (save,) = metadata.saves
+    nothing = SimpleNamespace(new_block_ids=[], req_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+    for target, settled in ((save.blocks[0][3], [save.job]), (60, [])):
+        copies = [KVCacheBlockCopy(src_block_id=61, dst_block_id=target)]
+        output = SimpleNamespace(kv_cache_block_copies=copies, scheduled_new_reqs=[], scheduled_cached_reqs=nothing)
+        assert S(engine).saves.to_settle(output, ()) == settled
 
 
 def test_a_copy_under_way_is_waited_for(service: Service) -> None:

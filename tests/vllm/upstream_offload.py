@@ -21,7 +21,8 @@ def main(model: str, socket: str) -> None:
     extra = {"socket": socket, "cpu_budget": "512MiB", "chunk_tokens": 1, "linger": 5, "lookup_timeout": 10}
 
     def engine(**args: Any) -> upstream.LLM:
-        return original(**{**args, "max_model_len": 1024, "dtype": DTYPE, "enforce_eager": True})
+        ours = {"max_model_len": 1024, "block_size": 32, "dtype": DTYPE, "enforce_eager": True}
+        return original(**{**args, **ours})
 
     def transfer(**args: Any) -> upstream.KVTransferConfig:
         return config(kv_connector="LMKVConnector", kv_role=args["kv_role"], kv_connector_extra_config=extra)

@@ -91,6 +91,7 @@ class Target(LMKVConnector):
     built = 0
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        Target.built += 1
         transfer = vllm_config.kv_transfer_config
         theirs = dict(transfer.kv_connector_extra_config)
         tokens = theirs.get("matched_tokens", 0)
@@ -106,7 +107,6 @@ class Target(LMKVConnector):
                 shards = range(self.scheduler.plan.shards)
                 self.scheduler.meet([Handshake(shard, (8192,) * len(groups), groups, "upstream") for shard in shards])
         transfer.kv_connector_extra_config = theirs
-        Target.built += 1
 
     @property
     def config(self) -> utils.MockKVConfig:
