@@ -313,7 +313,6 @@ nb::dict cpu_features() {
     nb::dict out;
     out["simd"] = lmkv::simd_name(lmkv::simd());
     out["cpus"] = lmkv::usable_cpus();
-    out["copy_streams"] = lmkv::stream_count();
 #if defined(__x86_64__)
     out["arch"] = "x86_64";
     out["avx2"] = static_cast<bool>(__builtin_cpu_supports("avx2"));

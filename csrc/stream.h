@@ -23,7 +23,4 @@ void stream_rows(char* dst, std::ptrdiff_t dst_stride, const char* src, std::ptr
 
 void stream_fence();
 
-// How many interleaved streams large copies use here, 0 while the first copies are still measuring.
-int stream_count();
-
 }  // namespace lmkv

@@ -124,7 +124,7 @@ def list_dir(path: str) -> list[tuple[str, int, int]]:
     """(name, size, mtime in ns) of the regular files in a folder, in no order. OSError when unreadable."""
 
 def cpu_features() -> dict[str, bool | str | int]:
-    """What the core found: simd level in use, arch, cpus, avx2, avx512f, and copy_streams (0: not yet known)."""
+    """What the core found: simd level in use, arch, cpus, avx2, avx512f."""
 
 def limit_simd(level: str) -> str:
     """Uses nothing above "portable", "avx2" or "avx512"; returns the level now in use. For tests."""

@@ -17,9 +17,10 @@ T = TypeVar("T")
 
 
 class Workers:
-    """``count`` daemon threads that run submitted calls in order of submission."""
+    """``count`` daemon threads that run submitted calls in order of submission; ``begin`` runs first on each."""
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, begin: Callable[[], object] = lambda: None) -> None:
+        self._begin = begin
         self._queue: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._run, name=f"lmkv-{name}-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
@@ -32,6 +33,7 @@ class Workers:
         return future
 
     def _run(self) -> None:
+        self._begin()
         while (job := self._queue.get()) is not None:
             future, call, args = job
             if not future.set_running_or_notify_cancel():

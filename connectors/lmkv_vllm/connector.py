@@ -46,14 +46,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmkv")
 TESTED = ("0.32",)
 LOG_SECONDS = 60.0
+REPORT_SECONDS = 0.01  # in hooks, from when on they are worth a report of their own
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A hook that answers ``default()`` instead of raising, counts that, and logs it once a minute."""
+    """A hook that answers ``default()`` instead of raising, counts that, and logs it once a minute. Its time is kept."""
 
     def wrap(hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def call(self: LMKVConnector, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
             try:
                 return hook(self, *args, **kwargs)
             except Exception:
@@ -62,6 +64,8 @@ def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callab
                     self._logged = time.monotonic()
                     logger.exception("lmkv: %s failed; this is a miss, the engine goes on", hook.__name__)
                 return default()
+            finally:
+                self._spent += time.perf_counter() - started
 
         return call
 
@@ -84,6 +88,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._logged = -LOG_SECONDS
         self._since = Since()
         self._seconds: list[float] = []
+        self._spent = 0.0
         self._step: Step | None = None
         self._bad_blocks: set[int] = set()
         self.side: Scheduler | Worker
@@ -260,7 +265,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         counts = self._since.take(self.side.stats.snapshot())
         seconds, self._seconds = self._seconds, []
-        return LMKVStats(data={"counts": counts, "load_seconds": seconds}) if counts or seconds else None
+        if not counts and not seconds and self._spent < REPORT_SECONDS:
+            return None
+        spent, self._spent = self._spent, 0.0
+        return LMKVStats(data={"counts": counts, "load_seconds": seconds, "hook_seconds": spent})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -62,12 +62,14 @@ class Save:
 @dataclass
 class Step(KVConnectorMetadata):
     """One step's work. settle: saves whose blocks are handed out again, to be over or given up before anything is
-    overwritten. scope: the current one; what was asked under another is void."""
+    overwritten. scope: the current one; what was asked under another is void. idle: nothing is computed in this step,
+    so that it can wait a little for a load."""
 
     scope: bytes
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     settle: list[int] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass

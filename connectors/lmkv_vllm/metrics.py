@@ -1,7 +1,7 @@
 """The connector's counters as vLLM's stats and as Prometheus metrics; the same names in both.
 
 ``vllm:lmkv_events{event=...}`` counts everything, misses and failures under their reasons; ``vllm:lmkv_load_seconds``
-is how long loads took.
+is how long loads took, ``vllm:lmkv_hook_seconds`` what all hooks together took of the engine's own time.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass
 class LMKVStats(KVConnectorStats):
-    """``data``: {"counts": {event: n}, "load_seconds": [...]}, what happened since the last report."""
+    """``data``: {"counts": {event: n}, "load_seconds": [...], "hook_seconds": s}, what happened since the last report."""
 
     def __post_init__(self) -> None:
         self.data = {
             "counts": dict(self.data.get("counts", {})),
             "load_seconds": list(self.data.get("load_seconds", ())),
+            "hook_seconds": self.data.get("hook_seconds", 0.0),
         }
 
     def reset(self) -> None:
         """Empty again."""
-        self.data = {"counts": {}, "load_seconds": []}
+        self.data = {"counts": {}, "load_seconds": [], "hook_seconds": 0.0}
 
     def is_empty(self) -> bool:
         """Nothing happened."""
-        return not self.data["counts"] and not self.data["load_seconds"]
+        return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another's numbers to these."""
         if not other.is_empty():
             self.data["counts"] = dict(Counter(self.data["counts"]) + Counter(other.data["counts"]))
             self.data["load_seconds"] = self.data["load_seconds"] + other.data["load_seconds"]
+            self.data["hook_seconds"] += other.data["hook_seconds"]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -49,7 +51,7 @@ class LMKVStats(KVConnectorStats):
         found: dict[str, int | float] = dict(self.data["counts"])
         if seconds:
             found |= {"loads": len(seconds), "mean load seconds": round(sum(seconds) / len(seconds), 4)}
-        return found
+        return {**found, "hook seconds": round(self.data["hook_seconds"], 4)}
 
 
 class Since:
@@ -82,6 +84,12 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
         self._seconds = self._histogram_cls(
             name="vllm:lmkv_load_seconds", documentation="Seconds of one load.", buckets=BUCKETS, labelnames=labelnames
         )
+        self._hooks = self._counter_cls(
+            name="vllm:lmkv_hook_seconds",
+            documentation="Seconds inside lmkv's hooks, of scheduler and workers together; in steps that compute "
+            "nothing this includes short waits for a load.",
+            labelnames=labelnames,
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
@@ -91,3 +99,4 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
             self._events.labels(*labels, event).inc(count)
         for seconds in stats.data["load_seconds"]:
             self._seconds.labels(*labels).observe(seconds)
+        self._hooks.labels(*labels).inc(stats.data["hook_seconds"])

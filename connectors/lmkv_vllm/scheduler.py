@@ -278,7 +278,10 @@ class Scheduler:
             if state is not None:
                 self._drop(state)
                 state.restart()
-        return self.bare_step(self.saves.to_settle(output, self._fresh))
+        step = self.bare_step(self.saves.to_settle(output, self._fresh))
+        # Data-parallel ranks step together: one that has nothing to compute must not hold up the others.
+        step.idle = not output.total_num_scheduled_tokens and self.config.parallel_config.data_parallel_size == 1
+        return step
 
     def bare_step(self, settle: list[int] | None = None) -> Step:
         """The loads that wait, once; without ``settle`` every save under way is settled."""

@@ -7,10 +7,12 @@ waits for nothing but a copy under way out of a block that is about to be overwr
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +37,7 @@ logger = logging.getLogger("vllm.lmkv")
 LOADERS = 2
 BATCH_BYTES = 64 << 20
 RESERVE_SECONDS = 30.0
+IDLE_SECONDS = 0.005  # what a step without anything to compute waits for a load, instead of spinning on its core
 
 
 class SaveJob:
@@ -78,14 +81,16 @@ class Worker:
         self.host: Host | None = None
         self.pages: PagedKV | None = None
         self.where = self._pinned_for = ""
-        self._scope = b""
+        self._scope, self._idle = b"", False
         self._lock = threading.Lock()
+        self._load_ended = threading.Condition(self._lock)
         self._jobs: dict[int, SaveJob] = {}
         self._outcome = Outcome()
         self._ended: list[Loaded] = []
         self._loads: dict[str, Load] = {}
-        self._loaders = Workers("vllm-load", LOADERS)
-        self._savers = Workers("vllm-save", 1)
+        begin = _leave_core if config.device_config.device_type == "cpu" else _stay
+        self._loaders = Workers("vllm-load", LOADERS, begin)
+        self._savers = Workers("vllm-save", 1, begin)
 
     # Start and end.
 
@@ -142,7 +147,7 @@ class Worker:
 
     def load(self, step: Step) -> None:
         """Start this step's loads."""
-        self._scope = step.scope
+        self._scope, self._idle = step.scope, step.idle
         after = None
         for load in step.loads:
             with self._lock:
@@ -180,6 +185,8 @@ class Worker:
     def ended(self) -> list[Loaded]:
         """Loads that ended since the last call, failed ones too; each exactly once."""
         with self._lock:
+            if self._idle and self._loads:
+                self._load_ended.wait_for(lambda: self._ended, IDLE_SECONDS)
             ended, self._ended = self._ended, []
         return ended
 
@@ -226,6 +233,7 @@ class Worker:
             self.stats.add(f"load.failed.{done.reason}")
         with self._lock:
             self._ended.append(done)
+            self._load_ended.notify_all()
             self._outcome.loaded.append(done)
 
     def _fetch(self, load: Load, after: Any) -> Loaded:
@@ -344,6 +352,21 @@ class Worker:
             self._outcome.saved[save.job] += 1
             if kept is not None:
                 self._outcome.kept[save.job] = kept
+
+
+def _stay() -> None:
+    """This thread may run where the one that made it may."""
+
+
+def _leave_core() -> None:
+    """Let this thread, and the copy threads it starts, run on all cores of the engine.
+
+    vLLM's CPU backend ties a worker's main thread to one of its compute cores, and that thread spins there. Threads
+    begun by it would share that one core; the engine's own process is not tied.
+    """
+    if multiprocessing.parent_process() is not None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
 
 def _reason(error: Exception) -> str:
