@@ -67,7 +67,7 @@ class StorageManager:
         self._reservations: dict[ChunkKey, Reservation] = {}
         self.chores = Workers("chores", 1)
         self.calls = Workers("calls", 2)
-        for tier in self.tiers:
+        for tier in (tier for tier in self.tiers if not tier.scanned.is_set()):
             threading.Thread(target=self.scan, args=(tier,), name=f"lmkv-{tier.name}-scan", daemon=True).start()
         _STORAGES.add(self)
 
@@ -94,17 +94,15 @@ class StorageManager:
         return lookup(self, scope, keys, need)
 
     def probe(self, scope: bytes, keys: ChunkKeys, first: int, need: Need) -> bool:
-        """Ask tiers that may hold more than the index knows: the first missing chunk, then all that follow."""
+        """Ask tiers that may hold more than the index knows: for everything at once where that is one round trip, else
+        for the first missing chunk, and if it is there for all that follow."""
         found = False
+        every, rest = need.growing | sum(each.bits for each in need.trailing), range(first, keys.chunks)
         for tier in self.tiers:
-            if not (tier.probing and tier.breaker.allows()):
-                continue
-            bits = need.growing or sum(each.bits for each in need.trailing)
-            stop = keys.chunks if not need.growing else first + 1
-            if self._ask(tier, scope, keys, range(first, stop), bits):
-                found = True
-                every = bits | sum(each.bits for each in need.trailing)
-                self._ask(tier, scope, keys, range(first, keys.chunks), every)
+            if tier.probing and tier.breaker.allows():
+                ask = tier.backend.remote or not need.growing
+                ask = ask or self._ask(tier, scope, keys, range(first, first + 1), need.growing)
+                found = (ask and self._ask(tier, scope, keys, rest, every)) or found
         return found
 
     def _ask(self, tier: Tier, scope: bytes, keys: ChunkKeys, chunks: range, bits: int) -> bool:

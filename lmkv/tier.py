@@ -64,6 +64,8 @@ class Tier:
         self.breaker = Breaker()
         self.readers = Workers(f"{name}-read", config.readers)
         self.scanned = threading.Event()
+        if self.backend.remote:
+            self.scanned.set()  # it is asked, never listed
         self._rescan_at = time.monotonic() + RESCAN
         self._write_speed = self._read_speed = 0.0
 
@@ -80,7 +82,7 @@ class Tier:
 
     def rescan_due(self) -> bool:
         """Once a minute for a shared backend: a scan is also the try to become the one who evicts."""
-        if not self.backend.shared or time.monotonic() < self._rescan_at:
+        if not self.backend.shared or self.backend.remote or time.monotonic() < self._rescan_at:
             return False
         self._rescan_at = time.monotonic() + RESCAN
         return True

@@ -50,7 +50,7 @@ REPORT_SECONDS = 0.01  # in hooks, from when on they are worth a report of their
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A hook that answers ``default()`` instead of raising, counts that, and logs it once a minute. Its time is kept."""
+    """A hook that answers ``default()`` instead of raising, counts that, and logs it once a minute. It is timed."""
 
     def wrap(hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)

@@ -1,7 +1,7 @@
 """KV events: what lmkv holds of this model, in vLLM's own words and hashes.
 
-A chunk covers several of vLLM's hashed blocks, so an event lists all their hashes. Removals come from the host
-service, which knows chunks by their last hash; ``_blocks`` leads back to the others.
+A chunk covers several of vLLM's hashed blocks, so an event lists all their hashes. What reaches and leaves the tiers
+after a save comes from the host service, which knows chunks by their last hash; ``_held`` leads back to the others.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lmkv.server.client import Host
 
 ASK_SECONDS = 0.25
+HOST_TIER = "cpu"
 
 
 class Events:
@@ -42,7 +44,8 @@ class Events:
         self.wanted = bool(events is not None and events.enable_kv_cache_events)
         self.plan = plan
         self._ready: list[KVCacheEvent] = []
-        self._blocks: dict[Part, tuple[Any, ...]] = {}
+        self.groups: tuple[int, ...] = (0,)  # of the plan, for each stored one
+        self._held: dict[Part, tuple[BlockStored, set[str]]] = {}  # and the tiers it is in
         self._asked: Future[Any] | None = None
         self._ask_at = 0.0
         self._worker = Workers("vllm-events", 1) if self.wanted else None
@@ -55,33 +58,28 @@ class Events:
         unit = chunk // self.plan.hash_tokens
         lora, places = request.lora_request, {digest: i for i, digest in enumerate(save.digests, save.first)}
         for digest, group in kept:
-            if (digest, group) in self._blocks or digest not in places:
+            if (digest, group) in self._held or digest not in places:
                 continue
             i = places[digest]
             hashes = request.block_hashes[i * unit : (i + 1) * unit]
-            names = self._blocks[digest, group] = tuple(maybe_convert_block_hash(each) for each in hashes)
             before = maybe_convert_block_hash(request.block_hashes[i * unit - 1]) if i else None
-            self._ready.append(
-                BlockStored(
-                    block_hashes=list(names),
-                    parent_block_hash=before,
-                    token_ids=list(request.all_token_ids[i * chunk : (i + 1) * chunk]),
-                    block_size=self.plan.hash_tokens,
-                    lora_id=lora.adapter_id if lora else None,
-                    medium=MEDIUM_CPU,
-                    lora_name=lora.name if lora else None,
-                    group_idx=self._number(group),
-                )
+            event = BlockStored(
+                block_hashes=[maybe_convert_block_hash(each) for each in hashes],
+                parent_block_hash=before,
+                token_ids=list(request.all_token_ids[i * chunk : (i + 1) * chunk]),
+                block_size=self.plan.hash_tokens,
+                lora_id=lora.adapter_id if lora else None,
+                medium=MEDIUM_CPU,
+                lora_name=lora.name if lora else None,
+                group_idx=self.plan.groups[self.groups[group]].number,
             )
-
-    def _number(self, group: int) -> int:
-        """vLLM's number of a stored group."""
-        return self.plan.groups[min(group, len(self.plan.groups) - 1)].number
+            self._held[digest, group] = event, {HOST_TIER}
+            self._ready.append(event)
 
     def cleared(self) -> None:
         """Nothing stored before counts any more."""
         if self.wanted:
-            self._blocks.clear()
+            self._held.clear()
             self._ready = [AllBlocksCleared()]
 
     def take(self, host: Host | None, scope: bytes) -> list[KVCacheEvent]:
@@ -90,7 +88,7 @@ class Events:
             return []
         if self._asked is not None and self._asked.done():
             if self._asked.exception() is None:
-                self._removed(self._asked.result(), host)
+                self._moved(self._asked.result())
             self._asked = None
         if self._asked is None and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + ASK_SECONDS
@@ -98,15 +96,23 @@ class Events:
         ready, self._ready = self._ready, []
         return ready
 
-    def _removed(self, changes: Sequence[tuple[str, str, bytes, int]], host: Host) -> None:
+    def _moved(self, changes: Sequence[tuple[str, str, bytes, int]]) -> None:
         for kind, tier, digest, group in changes:
-            names = self._blocks.get((digest, group))
-            if kind != "removed" or names is None:
+            event, tiers = self._held.get((digest, group), (None, set()))
+            if event is None or (tier in tiers) == (kind == "stored"):
                 continue
-            medium = MEDIUM_CPU if tier == host.tiers[0] else MEDIUM_STORAGE
-            self._ready.append(BlockRemoved(block_hashes=list(names), medium=medium, group_idx=self._number(group)))
-            if medium == MEDIUM_CPU:
-                del self._blocks[digest, group]
+            medium = MEDIUM_CPU if tier == HOST_TIER else MEDIUM_STORAGE
+            if kind == "stored":
+                tiers.add(tier)
+                self._ready.append(msgspec.structs.replace(event, medium=medium))
+                continue
+            tiers.discard(tier)
+            left = {MEDIUM_CPU if each == HOST_TIER else MEDIUM_STORAGE for each in tiers}
+            if medium not in left:
+                names = list(event.block_hashes)
+                self._ready.append(BlockRemoved(block_hashes=names, medium=medium, group_idx=event.group_idx))
+            if not tiers:
+                del self._held[digest, group]
 
     def close(self) -> None:
         """End the background thread."""

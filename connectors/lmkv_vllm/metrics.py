@@ -20,7 +20,7 @@ BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass
 class LMKVStats(KVConnectorStats):
-    """``data``: {"counts": {event: n}, "load_seconds": [...], "hook_seconds": s}, what happened since the last report."""
+    """``data``: {"counts": {event: n}, "load_seconds": [...], "hook_seconds": s}, all since the last report."""
 
     def __post_init__(self) -> None:
         self.data = {

@@ -62,7 +62,12 @@ class Options(BaseModel):
     def host(self, role: str) -> Host:
         """This process's view of the host service; ``register`` comes next."""
         return Host(
-            self.socket, config=self.service(), spawn=self.spawn, linger=self.linger, name=f"vllm {role} {os.getpid()}"
+            self.socket,
+            config=self.service(),
+            spawn=self.spawn,
+            linger=self.linger,
+            name=f"vllm {role} {os.getpid()}",
+            patience=self.lookup_timeout,
         )
 
 

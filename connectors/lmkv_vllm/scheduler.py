@@ -83,7 +83,7 @@ class Scheduler:
             )
         self._where = " | ".join(by_shard[shard].where for shard in range(self.plan.shards))
         sizes = sorted({size for each in by_shard.values() for size in each.sizes})
-        self.need = self._need(by_shard[0].groups)
+        self.need, self._events.groups = self._need(by_shard[0].groups), by_shard[0].groups
         self._set_scope()
         self.host = self.options.host("scheduler")
         try:

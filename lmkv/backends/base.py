@@ -77,11 +77,13 @@ class Backend(ABC):
 
     url: names the backend; `lmkv.backends.open` of it opens the same one; holds no secret. shared: others may add and
     delete objects behind our back, so an index miss is worth a `contains`, and somebody else evicts; may change during
-    `scan`.
+    `scan`. remote: reached over a network, so a whole batch of `contains` is one round trip, and the storage asks it
+    instead of listing it.
     """
 
     url: str
     shared: bool = False
+    remote: bool = False
 
     @abstractmethod
     def contains(self, keys: Sequence[ChunkKey]) -> list[int | None]:

@@ -43,6 +43,7 @@ class Caller:
         spawn: bool = True,
         linger: float | None = None,
         name: str = "",
+        patience: float = CALL,
     ) -> None:
         self.config = config or Config.load()
         if linger is not None:
@@ -57,7 +58,7 @@ class Caller:
         self._changed = threading.Condition()
         self._connecting = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
-        self._asker = Asker(CALL, self._lose_current)
+        self._asker = Asker(max(CALL, patience), self._lose_current)
         self._forked = self._closed = False
         _CALLERS.add(self)
 

@@ -78,6 +78,7 @@ class Host(Caller):
 
     socket: its path, by default ``$XDG_RUNTIME_DIR/lmkv/server.sock`` or ``/tmp/lmkv-<uid>/server.sock``. config, and
     over it linger: what a service is started with if none runs. spawn: start one. name: of this client, for people.
+    patience: seconds after which a service that leaves a `lookup_later` unanswered counts as lost, at least 1.
     """
 
     def __init__(self, socket: str = "", **options: Any) -> None:

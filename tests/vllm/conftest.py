@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE.parent.parent / "tools"))
 
 _found = importlib.util.find_spec("vllm")
 if _found is None or _found.origin is None:  # this folder itself can pass for a package named vllm
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["test_*.py", "hooks"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

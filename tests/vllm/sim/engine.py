@@ -79,6 +79,8 @@ class Engine(Checks):
         self.hasher = get_request_block_hasher(self.setup.hash_tokens, hash_fn)
         if self.service is not None:
             self._patches.enter_context(mock.patch.object(lmkv_vllm.scheduler, "time", self.clock))
+        if not self.threads:  # nothing ends while a step waits for it
+            self._patches.enter_context(mock.patch.object(lmkv_vllm.worker, "IDLE_SECONDS", 0.0))
         with ExitStack() as made:
             made.enter_context(mock.patch.object(lmkv_vllm.worker, "Workers", self._pool))
             if self.service is not None:
@@ -111,7 +113,7 @@ class Engine(Checks):
         self.pool.get_new_blocks = get_new_blocks
         self.plan = self.connector.side.plan
 
-    def _pool(self, name: str, count: int) -> Any:
+    def _pool(self, name: str, count: int, _begin: Any = None) -> Any:
         pool = (Threaded if self.threads else Manual)(name, count)
         self.pools.append(pool)
         return pool
