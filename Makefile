@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.ready
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo demo-vllm test test-vllm test-vllm-all test-gpu lint types cpp python clean
+.PHONY: demo demo-vllm test test-vllm test-vllm-all fuzz test-s3 test-gpu lint types cpp python clean
 
 $(STAMP): pyproject.toml CMakeLists.txt tools/requirements.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -48,7 +48,7 @@ cpp: $(STAMP)
 	cd build/sanitize && ../../$(BIN)/ctest --output-on-failure
 
 python: $(MODEL)/.complete
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -m "not gpu and not rgw"
 
 # vLLM has an environment of its own; its CPU build breaks beside PyPI's torchvision and torchaudio.
 $(VLLM)/.ready: tools/requirements-vllm.txt pyproject.toml CMakeLists.txt
@@ -70,6 +70,16 @@ test-vllm: $(VLLM)/.native $(MODEL)/.complete
 
 test-vllm-all: $(VLLM)/.native $(MODEL)/.complete
 	$(VBIN)/python -m pytest -q tests/vllm
+
+# Coverage-guided fuzzing of everything that reads foreign bytes, an hour in all; findings go to .cache/fuzz.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.native
+	$(BIN)/pip install -q atheris
+	for target in header sealed key frames resp server; do $(BIN)/python tests/fuzz/run.py $$target $(FUZZ_SECONDS) || exit 1; done
+
+# Needs Debian's packages radosgw, ceph-osd, ceph-mon and ceph-common.
+test-s3: $(VENV)/.native
+	$(BIN)/python -m pytest -q -m rgw tests/rgw
 
 # Needs an NVIDIA GPU and `pip install lmkv[cuda]`.
 test-gpu: $(VENV)/.native

@@ -108,7 +108,7 @@ class StorageManager:
     def _ask(self, tier: Tier, scope: bytes, keys: ChunkKeys, chunks: range, bits: int) -> bool:
         asked = [keys.key(i, scope, group, shard) for i in chunks for group, shard in parts_of(bits)]
         try:
-            sizes = tier.backend.contains(asked)
+            sizes = tier.contains(asked)
             if len(sizes) != len(asked):
                 raise ValueError(f"{len(sizes)} answers for {len(asked)} keys")
         except Exception:

@@ -10,11 +10,13 @@ from typing import Any
 from lmkv import backends, codec
 from lmkv.backends.base import Backend, Read, Result, Status, Write
 from lmkv.config import TierConfig
+from lmkv.keys import ChunkKey
 from lmkv.workers import Workers
 
 FAILURES_TO_OPEN = 5
 COOL_DOWN = 5.0
 RESCAN = 60.0
+LATE = 0.5  # seconds of a lookup that found nothing
 BROKEN = {Status.TIMEOUT, Status.ERROR}
 
 
@@ -67,6 +69,7 @@ class Tier:
         if self.backend.remote:
             self.scanned.set()  # it is asked, never listed
         self._rescan_at = time.monotonic() + RESCAN
+        self._ask_at = 0.0
         self._write_speed = self._read_speed = 0.0
 
     def settle(self, used: int) -> None:
@@ -89,8 +92,17 @@ class Tier:
 
     @property
     def probing(self) -> bool:
-        """The index may not know everything the backend holds."""
-        return self.backend.shared or not self.scanned.is_set()
+        """The index may not know everything the backend holds, and asking is not known to be in vain."""
+        return (self.backend.shared or not self.scanned.is_set()) and time.monotonic() >= self._ask_at
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[int | None]:
+        """The backend's answers, or its exception. A hung one is left alone for a while: lookups come one by one, and
+        each would wait as long."""
+        started = time.monotonic()
+        sizes = self.backend.contains(keys)
+        if time.monotonic() - started > LATE and not any(sizes):
+            self._ask_at = time.monotonic() + COOL_DOWN
+        return sizes
 
     def read(self, reads: Sequence[Read]) -> list[Result]:
         """The backend's read, never raising, timed, and told to the breaker."""

@@ -87,3 +87,9 @@ def test_ours_are_registered(tmp_path: Path) -> None:
     assert type(backend).__name__ == "DiskBackend"
     assert backend.url == f"disk://{tmp_path}?fsync=1"
     backend.close()
+
+
+def test_a_password_in_a_url_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        backends.open("redis://user:hush@127.0.0.1:1?bad=1")
+    assert "hush" not in str(caught.value)

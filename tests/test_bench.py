@@ -44,3 +44,8 @@ def test_rss(script: Any, tmp_path: Path) -> None:
     lines = script("rss.py", "--rounds", 10, "--samples", 2, "--tier", f"disk://{tmp_path}/d")
     assert [line.split()[0] for line in lines[1:4]] == ["0", "5", "10"]
     assert lines[4].endswith("retrieve_failures 0")
+
+
+def test_redis_tier(script: Any) -> None:
+    lines = script("redis_tier.py", "--mib", 2, "--objects", 1, "--rounds", 1)
+    assert any(line.startswith("read and check, backend") for line in lines), lines

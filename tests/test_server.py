@@ -357,7 +357,7 @@ def test_arguments_that_are_wrong_are_refused_here(place: Place) -> None:
 
 
 def test_prompts_of_megabytes_of_digests_are_looked_up(place: Place) -> None:
-    host = place.host()
+    host = place.host(patience=WAIT)
     long = replace(query(), digests=os.urandom(32 * 60_000))
     futures = [host.lookup_later(long) for _ in range(20)]
     assert [future.result(WAIT).reason for future in futures] == ["not stored"] * 20

@@ -147,6 +147,26 @@ def test_a_backend_that_answers_too_little_is_a_miss(memory: Memory, tmp_path: P
         assert engine.retrieve(TOKENS, memory.pages, memory.ids(160)).reason == "error"
 
 
+def test_a_tier_that_keeps_lookups_waiting_in_vain_is_not_asked_for_a_while(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        tier, calls = engine.storage.tiers[0], []
+        assert tier.scanned.wait(10)
+        tier.backend.shared = True
+        tier.backend.contains = lambda keys: calls.append(len(keys)) or [None] * len(keys)  # type: ignore[method-assign]
+        for _ in range(2):
+            engine.lookup(TOKENS)
+        assert len(calls) == 2, "quick answers are asked for again"
+        monkeypatch.setattr("lmkv.tier.LATE", -1.0)
+        for _ in range(3):
+            engine.lookup(TOKENS)
+        assert len(calls) == 3
+        tier._ask_at -= 60
+        engine.lookup(TOKENS)
+        assert len(calls) == 4, "and later"
+
+
 def test_clear_does_not_wait_for_ever_for_a_scan(memory: Memory, tmp_path: Path) -> None:
     with open_engine(memory, tiers=disk(tmp_path), operation_timeout=0.05) as engine:
         engine.storage.tiers[0].scanned.wait(10)

@@ -67,7 +67,7 @@ class Options(BaseModel):
             spawn=self.spawn,
             linger=self.linger,
             name=f"vllm {role} {os.getpid()}",
-            patience=self.lookup_timeout,
+            patience=self.lookup_timeout + 2.0,  # a remote tier may keep the service itself waiting
         )
 
 

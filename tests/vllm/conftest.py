@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent / "tools"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "tools")]
 
 _found = importlib.util.find_spec("vllm")
 if _found is None or _found.origin is None:  # this folder itself can pass for a package named vllm

@@ -16,6 +16,7 @@ import time
 import traceback
 from typing import Any
 
+import prometheus_client
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -80,8 +81,10 @@ class Driver:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 
     def metrics(self) -> dict[str, Any]:
-        found = self.llm.get_metrics()
-        return {"metrics": [{"name": m.name, "labels": m.labels, "value": getattr(m, "value", None)} for m in found]}
+        """Every sample by name; `LLM.get_metrics` makes whole numbers of seconds."""
+        samples = (sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples)
+        found = [each for each in samples if each.name.startswith("vllm:") and not each.name.endswith("_created")]
+        return {"metrics": [{"name": each.name.removesuffix("_total"), "value": each.value} for each in found]}
 
     def close(self) -> dict[str, Any]:
         if self.llm is not None:

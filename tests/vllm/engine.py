@@ -222,8 +222,7 @@ class Engine:
         """Sums over labels of vLLM's counters and gauges; needs ``disable_log_stats=False`` at open."""
         sums: dict[str, float] = {}
         for found in self.call("metrics")["metrics"]:
-            if found["value"] is not None:
-                sums[found["name"]] = sums.get(found["name"], 0.0) + found["value"]
+            sums[found["name"]] = sums.get(found["name"], 0.0) + found["value"]
         return sums
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ class Target(LMKVConnector):
         new = (each.req_id for each in scheduler_output.scheduled_new_reqs)
         resumed = (each for each in cached.req_ids if each in cached.resumed_req_ids)
         requests = [{"req_id": each} for each in chain(new, resumed)]
-        return Recorded(step.scope, step.loads, step.saves, step.settle, requests)
+        return Recorded(step.scope, step.loads, step.saves, step.settle, step.idle, requests)
 
 
 def by_name(original: Callable[..., Any]) -> Callable[..., Any]:

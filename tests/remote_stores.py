@@ -1,0 +1,144 @@
+"""The remote stores behind one interface, as real processes: what a test does to one it can do to all."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import cache_servers
+import redis_servers
+import s3_servers
+
+from lmkv import chunk
+
+
+class Store:
+    """``url``: of the tier. `down` and `up` keep the port; ``keeps``: what was stored is there after `up`."""
+
+    keeps = False
+    url: str
+
+    def up(self) -> None:
+        raise NotImplementedError
+
+    def down(self) -> None:
+        """kill -9."""
+        raise NotImplementedError
+
+    def signal(self, number: signal.Signals) -> None:
+        raise NotImplementedError
+
+    def flip(self) -> int:
+        """Change one bit in the middle of every object; returns how many there are."""
+        raise NotImplementedError
+
+
+class Cache(Store):
+    """`lmkv server` with a disk tier."""
+
+    keeps = True
+
+    def __init__(self, folder: Path) -> None:
+        self.disk = folder / "disk"
+        self.server = cache_servers.Server(folder, tiers=f"disk://{self.disk}?budget=1GiB")
+        self.url = f"lmkv://{self.server.address}"
+
+    def up(self) -> None:
+        self.server.start()
+
+    def down(self) -> None:
+        self.server.kill()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.server.signal(number)
+
+    def flip(self) -> int:
+        """On its disk; it is started again, so that none of it is in memory."""
+        self.server.end()
+        files = [each for each in self.disk.rglob("*") if each.is_file() and each.stat().st_size > chunk.HEADER_BYTES]
+        for file in files:
+            data = bytearray(file.read_bytes())
+            data[(chunk.HEADER_BYTES + len(data)) // 2] ^= 1
+            file.write_bytes(data)
+        self.server.start()
+        return len(files)
+
+
+class Valkey(Store):
+    """One server without persistence."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = redis_servers.Server(redis_servers.valkey_binary(), folder / "valkey")
+        self.url = f"valkey://127.0.0.1:{self.server.port}"
+
+    def up(self) -> None:
+        self.server.start()
+
+    def down(self) -> None:
+        self.server.kill()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.server.signal(number)
+
+    def flip(self) -> int:
+        names: Any = self.server.ask("KEYS", "*")
+        for name in names:
+            middle = str(chunk.HEADER_BYTES + 10)
+            byte: Any = self.server.ask("GETRANGE", name, middle, middle)
+            self.server.ask("SETRANGE", name, middle, bytes([byte[0] ^ 1]))
+        return len(names)
+
+
+class S3(Store):
+    """moto, which takes any key and forgets everything with its process."""
+
+    def __init__(self) -> None:
+        self.server = s3_servers.Moto()
+        self.server.start()
+        self.url = s3_servers.bucket(self.server)
+        self.bucket = self.url.removeprefix("s3://").partition("/")[0]
+
+    def up(self) -> None:
+        self.server.start()
+        s3_servers.boto(self.server.endpoint).create_bucket(Bucket=self.bucket)
+
+    def down(self) -> None:
+        self.server.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.server.signal(number)
+
+    def flip(self) -> int:
+        client = s3_servers.boto(self.server.endpoint)
+        names = [each["Key"] for each in client.list_objects_v2(Bucket=self.bucket).get("Contents", ())]
+        for name in names:
+            data = bytearray(client.get_object(Bucket=self.bucket, Key=name)["Body"].read())
+            data[(chunk.HEADER_BYTES + len(data)) // 2] ^= 1
+            client.put_object(Bucket=self.bucket, Key=name, Body=bytes(data))
+        return len(names)
+
+
+NAMES = ("lmkv", "valkey", "s3")
+
+
+@contextmanager
+def running(name: str, folder: Path) -> Iterator[Store]:
+    """A store of that name, empty; its process is gone afterwards. s3 wants a key in the environment."""
+    store: Store = {"lmkv": Cache, "valkey": Valkey}[name](folder) if name != "s3" else S3()
+    try:
+        yield store
+    finally:
+        with suppress(Exception):
+            store.signal(signal.SIGCONT)
+        with suppress(Exception):
+            store.down()
+
+
+def tier(store: Store, **options: str) -> str:
+    """Its URL with short patience and more options."""
+    given = {"timeout": "2s", "lookup_timeout": "1s", **options}
+    query = "&".join(f"{key}={value}" for key, value in given.items())
+    return f"{store.url}{'&' if '?' in store.url else '?'}{query}"

@@ -1,0 +1,170 @@
+"""Engines over every remote tier: exact hits from a store that another engine filled, and every fault a miss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import remote_stores
+from memory import CHUNK, Memory, full, spec
+from remote_stores import Store
+from s3_servers import keys_in_environment
+
+from lmkv import Engine, Retrieved
+
+CHUNKS = 12
+TOKENS = np.arange(1, CHUNKS * CHUNK + 5, dtype=np.int32)
+ALL = CHUNKS * CHUNK
+LATE = 20.0  # seconds after which a call that should take two has hung
+
+
+@pytest.fixture(params=remote_stores.NAMES)
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    keys_in_environment(monkeypatch)
+    with remote_stores.running(request.param, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(spec(full(heads=8, dim=64)), pages=128)
+
+
+def open_engine(memory: Memory, url: str) -> Engine:
+    return Engine(
+        memory.spec, weights="test", layout=memory.pages.layout, cpu_budget="32MiB", cpu_touch=False, tiers=url,
+        operation_timeout=3,
+    )  # fmt: skip
+
+
+def fill(memory: Memory, url: str) -> np.ndarray:
+    """Store the prompt by an engine of its own; returns the bytes of its pages."""
+    ids = memory.ids(ALL)
+    with open_engine(memory, url) as engine:
+        assert engine.store(TOKENS, memory.pages, ids).dropped == 0
+        report = engine.flush(30)
+        assert report.written == {url.partition(":")[0]: CHUNKS}, report
+    return memory.read(ids)[0].copy()
+
+
+def hit(memory: Memory, engine: Engine, right: np.ndarray) -> Retrieved:
+    """A retrieve into wiped pages, in time, whose tokens are right."""
+    memory.wipe()
+    ids = memory.ids(ALL, seed=7)
+    began = time.monotonic()
+    found = engine.retrieve(TOKENS, memory.pages, ids)
+    assert time.monotonic() - began < LATE
+    pages = found.tokens // memory.spec.groups[0].page_tokens
+    np.testing.assert_array_equal(memory.read(ids)[0][:, :pages], right[:, :pages])
+    return found
+
+
+def until_full(memory: Memory, engine: Engine, right: np.ndarray) -> Retrieved:
+    """Hits come back, once the breaker has tried again, without another engine."""
+    deadline = time.monotonic() + 30
+    while (found := hit(memory, engine, right)).tokens < ALL:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+    return found
+
+
+def test_what_one_engine_stored_another_one_hits(store: Store, memory: Memory) -> None:
+    url = remote_stores.tier(store)
+    right = fill(memory, url)
+    with open_engine(memory, url) as engine:
+        found = hit(memory, engine, right)
+        (name,) = found.tiers
+        assert (found.tokens, found.tiers) == (ALL, {name: ALL})
+        assert name == store.url.partition(":")[0]
+        assert hit(memory, engine, right).tiers == {"cpu": ALL}
+        changed = TOKENS.copy()
+        changed[5 * CHUNK] += 1
+        assert engine.lookup(changed).tokens == 5 * CHUNK
+
+
+def test_down_at_start_and_up_later(store: Store, memory: Memory) -> None:
+    url = remote_stores.tier(store)
+    right = fill(memory, url)
+    store.down()
+    with open_engine(memory, url) as engine:
+        assert hit(memory, engine, right).tokens == 0
+        store.up()
+        if not store.keeps:
+            memory.arrays[0][:, memory.ids(ALL)[0]] = right
+            fill(memory, url)
+        assert until_full(memory, engine, right).tokens == ALL
+
+
+def test_killed_and_started_again(store: Store, memory: Memory) -> None:
+    url = remote_stores.tier(store)
+    right = fill(memory, url)
+    with open_engine(memory, url) as engine:
+        assert engine.lookup(TOKENS).tokens == ALL
+        store.down()
+        assert hit(memory, engine, right).tokens == 0
+        store.up()
+        if store.keeps:
+            assert until_full(memory, engine, right).tokens == ALL
+            return
+        for _ in range(2):  # the index still believes in what is gone; a read puts it right
+            assert hit(memory, engine, right).tokens == 0
+        memory.arrays[0][:, memory.ids(ALL)[0]] = right
+        fill(memory, url)
+        assert until_full(memory, engine, right).tokens == ALL
+
+
+def test_stopped_and_continued(store: Store, memory: Memory) -> None:
+    url = remote_stores.tier(store)
+    right = fill(memory, url)
+    with open_engine(memory, url) as engine:
+        assert engine.lookup(TOKENS[: 2 * CHUNK + 1]).tokens == 2 * CHUNK
+        store.signal(signal.SIGSTOP)
+        assert hit(memory, engine, right).tokens == 0
+        store.signal(signal.SIGCONT)
+        assert until_full(memory, engine, right).tokens == ALL
+
+
+def test_a_flipped_bit_is_a_miss_that_heals(store: Store, memory: Memory) -> None:
+    url = remote_stores.tier(store)
+    right = fill(memory, url)
+    assert store.flip() == CHUNKS
+    with open_engine(memory, url) as engine:
+        assert engine.lookup(TOKENS).tokens == ALL
+        assert hit(memory, engine, right).tokens == 0
+        deadline = time.monotonic() + 60
+        while hit(memory, engine, right).tokens < ALL:
+            assert time.monotonic() < deadline, engine.explain(TOKENS)
+            # What is damaged is deleted when it is read, and stored anew by whoever computes it.
+            memory.arrays[0][:, memory.ids(ALL)[0]] = right
+            fill(memory, url)
+
+
+def test_one_round_trip_asks_for_a_whole_prompt(store: Store, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = remote_stores.tier(store)
+    fill(memory, url)
+    with open_engine(memory, url) as engine:
+        backend = engine.storage.tiers[0].backend
+        calls: list[int] = []
+        ask = backend.contains
+        monkeypatch.setattr(backend, "contains", lambda keys: (calls.append(len(keys)), ask(keys))[1])
+        assert engine.lookup(TOKENS).tokens == ALL
+        assert calls == [CHUNKS]
+        assert engine.lookup(TOKENS).tokens == ALL
+        assert calls == [CHUNKS], "what was found is known"
+
+
+def test_a_forked_child_shares_no_connection(store: Store, memory: Memory) -> None:
+    url = remote_stores.tier(store)
+    right = fill(memory, url)
+    with open_engine(memory, url) as engine:
+        assert engine.lookup(TOKENS).tokens == ALL
+        child = os.fork()
+        if not child:
+            os._exit(engine.lookup(TOKENS).tokens)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert hit(memory, engine, right).tokens == ALL
