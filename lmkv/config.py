@@ -23,11 +23,12 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, Validat
 from lmkv.errors import ConfigError, nearest
 from lmkv.units import Size, memory_limit, parse_bytes, parse_number, parse_seconds
 
-__all__ = ["Config", "CpuConfig", "Size", "TierConfig", "markdown", "memory_limit"]
+__all__ = ["Config", "CpuConfig", "ServerConfig", "Size", "TierConfig", "markdown", "memory_limit"]
 
 SizeField = Annotated[Size, BeforeValidator(Size.parse), PlainSerializer(str)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(lambda nbytes: str(Size(nbytes)))]
 Int = Annotated[int, BeforeValidator(parse_number)]
+Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: value.split() if isinstance(value, str) else value)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0)]
 
 
@@ -46,6 +47,28 @@ class CpuConfig(_Model):
     huge_pages: bool = Field(default=True, description="Back the slabs with transparent huge pages.")
     touch: bool = Field(default=True, description="Fault the memory in at start, in the background, not at first use.")
     lease_timeout: Seconds = Field(default=60.0, description="An acquired prefix not retrieved is let go after this.")
+
+
+class ServerConfig(_Model):
+    """`lmkv server` as other machines reach it."""
+
+    listen: Words = Field(default=(), description="Serve `HOST:PORT` over TCP; several with spaces between.")
+    token_file: str = Field(default="", description="A client must know one of the tokens in this file, one a line.")
+    tls_cert: str = Field(default="", description="Speak TLS, with this certificate (PEM, its chain after it).")
+    tls_key: str = Field(default="", description="The certificate's key, if it is in a file of its own.")
+    tls_client_ca: str = Field(default="", description="A client must have a certificate of this authority.")
+    verify: bool = Field(
+        default=True, description="Check header and checksums of what is put; off: anything is stored, for tests."
+    )
+    tenant_budget: SizeField | None = Field(
+        default=None,
+        description="Most that the chunks of one salt may take, over all tiers; a fraction is of host memory.",
+    )
+    max_connections: Int = Field(default=512, ge=1, le=1 << 16, description="More are refused.")
+    idle_timeout: Seconds = Field(default=300.0, description="A connection without requests ends after this.")
+    message_timeout: Seconds = Field(
+        default=10.0, description="A message may take this long on the way, and a second more for each MiB."
+    )
 
 
 class TierConfig(_Model):
@@ -100,6 +123,7 @@ class Config(_Model):
         default=60.0, description="A host service that an engine started ends this long after its last client."
     )
     cpu: CpuConfig = Field(default=CpuConfig(), description="Host memory.")
+    server: ServerConfig = Field(default=ServerConfig(), description="`lmkv server` over TCP.")
     tiers: tuple[Annotated[TierConfig, BeforeValidator(_tier)], ...] = Field(default=(), description="Fastest first.")
 
     _origins: dict[str, str] = {}
@@ -135,11 +159,13 @@ class Config(_Model):
 
     @classmethod
     def _build(cls, settings: list[tuple[str, Any, str]], overrides: Mapping[str, Any]) -> Config:
-        tree: dict[str, Any] = {"cpu": {}}
+        tree: dict[str, Any] = {name: {} for name in _TABLES}
         settings += _settings({_FLAT.get(name, name): value for name, value in overrides.items()}, "argument")
         origins = {key: where for key, _, where in settings}
         for key, value, _ in settings:
-            (tree["cpu"] if key.startswith("cpu.") else tree)[key.removeprefix("cpu.")] = value
+            table, dot, name = key.partition(".")
+            inside = bool(dot) and table in _TABLES
+            (tree[table] if inside else tree)[name if inside else key] = value
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
@@ -157,27 +183,29 @@ class Config(_Model):
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Every effective value: dotted key, value as text, origin."""
-        models = [("", self), ("cpu.", self.cpu), *((f"tiers.{n}.", tier) for n, tier in enumerate(self.tiers))]
+        models: list[tuple[str, BaseModel]] = [("", self), ("cpu.", self.cpu), ("server.", self.server)]
+        models += [(f"tiers.{n}.", tier) for n, tier in enumerate(self.tiers)]
         for prefix, model in models:
             for key, value in _texts(prefix, model):
                 yield key, value, self.origin(key)
 
 
+_TABLES: dict[str, type[_Model]] = {"cpu": CpuConfig, "server": ServerConfig}
 # as in arguments and variables: cpu_budget
-_FLAT = {name: name for name in Config.model_fields if name != "cpu"}
-_FLAT |= {f"cpu_{name}": f"cpu.{name}" for name in CpuConfig.model_fields}
+_FLAT = {name: name for name in Config.model_fields if name not in _TABLES}
+_FLAT |= {f"{table}_{name}": f"{table}.{name}" for table, model in _TABLES.items() for name in model.model_fields}
 
 
 def _settings(tree: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any, str]]:
-    """Dotted key, value, origin of what one source sets; the cpu table key by key, so that sources can share it."""
+    """Dotted key, value, origin of what one source sets; a table key by key, so that sources can share it."""
     for key, value in tree.items():
-        table = value.model_dump(exclude_unset=True) if isinstance(value, CpuConfig) else value
-        if key != "cpu":
+        table = value.model_dump(exclude_unset=True) if isinstance(value, _Model) else value
+        if key not in _TABLES:
             yield str(key), value, where
         elif isinstance(table, Mapping):
-            yield from ((f"cpu.{name}", inner, where) for name, inner in table.items())
+            yield from ((f"{key}.{name}", inner, where) for name, inner in table.items())
         else:
-            raise ConfigError("cpu", f"{value!r} should be a table (from {where})")
+            raise ConfigError(key, f"{value!r} should be a table (from {where})")
 
 
 def _read(path: Path) -> Mapping[Any, Any]:
@@ -205,8 +233,9 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     if first["type"] == "missing":
         message = "is required"
     elif first["type"] == "extra_forbidden":
-        known = {1: [*Config.model_fields, *_FLAT.values()], 2: CpuConfig.model_fields, 3: TierConfig.model_fields}
-        message = f"unknown key{nearest(path[-1], known[len(path)])}"
+        inner = _TABLES.get(path[0], TierConfig).model_fields
+        known = [*Config.model_fields, *_FLAT.values()] if len(path) == 1 else inner
+        message = f"unknown key{nearest(path[-1], known)}"
     else:
         reason = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
         message = f"{str(first['input'])[:200]!r} {reason}"
@@ -215,15 +244,16 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
 
 def _texts(prefix: str, model: BaseModel) -> Iterator[tuple[str, str]]:
     """Dotted key and value, as it would be written in a file, of all but the tables below."""
-    for name, value in model.model_dump(mode="json", exclude={"cpu", "tiers"}).items():
-        text = "" if value is None else str(value)
+    for name, value in model.model_dump(mode="json", exclude={*_TABLES, "tiers"}).items():
+        text = "" if value is None else " ".join(value) if isinstance(value, list) else str(value)
         yield prefix + name, text.lower() if isinstance(value, bool) else text
 
 
 def markdown() -> str:
     """The tables of docs/configuration.md: every key, its default, its variable, its meaning."""
     lines = []
-    for prefix, model in (("", Config()), ("cpu.", CpuConfig()), ("tiers.N.", TierConfig(url="x://"))):
+    tables = [(f"{name}.", model()) for name, model in _TABLES.items()]
+    for prefix, model in (("", Config()), *tables, ("tiers.N.", TierConfig(url="x://"))):
         lines += ["| key | default | variable | meaning |", "|---|---|---|---|"]
         for key, text in _texts(prefix, model):
             field = type(model).model_fields[key.removeprefix(prefix)]

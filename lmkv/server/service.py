@@ -1,4 +1,7 @@
-"""The host service process: accepts clients, owns their storage, and ends some time after the last has gone."""
+"""The service process: accepts clients of this host and of others, and owns their storage.
+
+One that an engine started ends some time after its last client has gone.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from lmkv.arena import PAGE
 from lmkv.config import Config
+from lmkv.errors import ConfigError
 from lmkv.server import election
 from lmkv.server import protocol as wire
+from lmkv.server.catalog import Catalog
 from lmkv.server.connection import Connection, Session
 from lmkv.server.events import Rings
+from lmkv.server.remote import Remote
+from lmkv.server.tcp import Door, Guest
 from lmkv.storage import StorageManager
 
 log = logging.getLogger(__name__)
@@ -32,13 +40,17 @@ SWITCH_INTERVAL = 0.0005  # so that a lookup waits less for threads that verify 
 
 
 class Service:
-    """One storage behind one listening socket."""
+    """One storage behind a listening socket for this host, or behind the addresses of ``config.server``, or both.
 
-    def __init__(self, listener: socket.socket, config: Config) -> None:
+    ConfigError, BackendError: what is set for other machines cannot be done.
+    """
+
+    def __init__(self, listener: socket.socket | None, config: Config) -> None:
         self.config, self.listener = config, listener
         self.name = secrets.token_hex(8)
         self.settings = settings_text(config)
         self.storage: StorageManager | None = None
+        self.catalog: Catalog | None = None
         self.rings = Rings()
         self._sessions: dict[tuple[int, bytes], Session] = {}
         self._connections: set[Connection] = set()
@@ -47,10 +59,20 @@ class Service:
         self._idle_since = time.monotonic()
         self.stays = False
         self._stopping = False
+        self._remotes: set[Remote] = set()
+        self.door: Door | None = None
+        if config.server.listen:
+            _check_settings(config, listener is not None)
+            self.door = Door(config.server, self._serve_remote)
+            try:
+                self.prepare([PAGE])
+            except BaseException:
+                self.door.close()
+                raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.epoll()
-        self._poll.register(listener.fileno(), select.EPOLLIN)
-        self._poll.register(self._wake, select.EPOLLIN)
+        for fd in (*([listener.fileno()] if listener else []), *(self.door.listeners if self.door else []), self._wake):
+            self._poll.register(fd, select.EPOLLIN)
 
     # Storage.
 
@@ -58,8 +80,13 @@ class Service:
         """The storage, made at the first call, with room for containers of ``sizes``. ConfigError, BackendError."""
         with self._making:
             if self.storage is None:
-                storage = StorageManager(self.config, sizes, shared=True)
+                storage = StorageManager(self.config, sizes, shared=self.listener is not None)
                 storage.index.watch = self.rings
+                if self.door:
+                    share = self.config.server.tenant_budget
+                    self.catalog = Catalog(
+                        storage, self.rings, share.resolve(storage.arena.capacity) if share else None
+                    )
                 self.storage = storage
             else:
                 self.storage.add_sizes(sizes)
@@ -72,7 +99,22 @@ class Service:
                 {"name": each.name, "connections": len(each.connections), "holds": each.holding}
                 for each in self._sessions.values()
             ]
-        return {**storage.stats.snapshot(), "tiers": storage.usage(), "clients": clients, "server": self.name}
+            clients += [{"name": each.name, "connections": 1, "holds": 0} for each in self._remotes]
+        found = {**storage.stats.snapshot(), "tiers": storage.usage(), "clients": clients, "server": self.name}
+        return found | ({"filling_bytes": self.catalog.filling} if self.catalog else {})
+
+    # Clients on other machines.
+
+    def _serve_remote(self, guest: Guest) -> None:
+        if self.door and self.catalog:
+            remote = Remote(self, self.door, self.catalog, guest)
+            with self._lock:
+                self._remotes.add(remote)
+            try:
+                remote.serve()
+            finally:
+                with self._lock:
+                    self._remotes.discard(remote)
 
     # Sessions and connections.
 
@@ -130,14 +172,15 @@ class Service:
         """Serve until stopped or, unless it ``stays``, until nobody has been there for ``linger`` seconds."""
         while not self._stopping:
             with self._lock:
-                left = (
-                    None if self._sessions or self.stays else self._idle_since + self.config.linger - time.monotonic()
-                )
+                stays = self.stays or self._sessions or self.door
+                left = None if stays else self._idle_since + self.config.linger - time.monotonic()
             if left is not None and left <= 0:
                 break
             for fd, _ in self._poll.poll(left):
-                if fd == self.listener.fileno():
-                    self._accept()
+                if self.listener and fd == self.listener.fileno():
+                    self._accept(self.listener)
+                elif self.door and fd in self.door.listeners:
+                    self.door.accept(fd)
                 elif fd == self._wake:
                     os.eventfd_read(self._wake)
                 else:
@@ -155,9 +198,9 @@ class Service:
             log.info("%s is gone", session.name)
             self.end(session)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = self.listener.accept()
+            sock, _ = listener.accept()
         except OSError as error:
             log.warning("a connection was lost: %s", error)
             return
@@ -176,12 +219,19 @@ class Service:
         threading.Thread(target=connection.serve, name=f"lmkv-client-{peer}", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more clients, write what is queued, release everything."""
-        self.listener.close()
+        """Take no more clients, finish what others are at, write what is queued, release everything."""
+        deadline = time.monotonic() + self.config.close_timeout
+        if self.listener:
+            self.listener.close()
         with self._lock:
-            connections = list(self._connections)
+            connections, remotes = list(self._connections), list(self._remotes)
         for connection in connections:
             connection.channel.shutdown()
+        if self.door:
+            self.door.close()
+            for remote in remotes:
+                remote.leave()
+            self.door.wait_empty(deadline)
         if self.storage:
             self.storage.close(self.config.close_timeout)
 
@@ -202,17 +252,32 @@ def settings_text(config: Config) -> str:
     return "\n".join(f"{key}={value}" for key, value, _ in config.rows() if key.startswith(ours))
 
 
-def main(path: str, config: Config, ready: int = -1, stays: bool = False) -> bool:
-    """Be the service at ``path`` until it ends; False at once where there is one. ready: told when one listens."""
-    elected = election.listen(path)
+def _check_settings(config: Config, shared: bool) -> None:
+    """ConfigError for what does not go with serving other machines."""
+    for number, tier in enumerate(config.tiers):
+        if tier.codec != "raw":
+            raise ConfigError(f"tiers.{number}.codec", "must be raw below a server that listens: it tells sizes unread")
+    if not config.server.verify and (shared or config.tiers):
+        raise ConfigError("server.verify", "must be on where engines of this host, or tiers, have the same containers")
+
+
+def main(path: str | None, config: Config, ready: int = -1, stays: bool = False) -> bool:
+    """Be the service at ``path``, and at the addresses of ``config.server``, until it ends; False at once where there
+    is one. path: None for other machines only. ready: told when it listens."""
+    elected = election.listen(path) if path else (None, -1)
     if elected:
         listener, lock = elected
-        os.ftruncate(lock, 0)
-        os.write(lock, b"%d\n" % os.getpid())
+        if path:
+            os.ftruncate(lock, 0)
+            os.write(lock, b"%d\n" % os.getpid())
         sys.setswitchinterval(SWITCH_INTERVAL)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        service = Service(listener, config)
+        try:
+            service = Service(listener, config)
+        except BaseException:
+            _end(path, listener, lock)
+            raise
         service.stays = stays
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, service.stop)
@@ -221,13 +286,26 @@ def main(path: str, config: Config, ready: int = -1, stays: bool = False) -> boo
             os.write(ready, b"listening")
         os.close(ready)
     if elected:
-        log.info("process %d serves %s", os.getpid(), path)
+        places = [*([path] if path else []), *(service.door.addresses if service.door else [])]
+        log.info("process %d serves %s", os.getpid(), " and ".join(places))
         try:
             service.run()
         finally:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            if path:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
             service.close()
-            os.close(lock)
+            _end(None, None, lock)
             log.info("process %d has ended", os.getpid())
     return elected is not None
+
+
+def _end(path: str | None, listener: socket.socket | None, lock: int) -> None:
+    """Listen at ``path`` no more, and give the lock back."""
+    if path:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    if listener:
+        listener.close()
+    if lock >= 0:
+        os.close(lock)
