@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ class Store:
     def signal(self, number: signal.Signals) -> None:
         raise NotImplementedError
 
+    def end(self) -> None:
+        """For good, whatever it is at."""
+        raise NotImplementedError
+
     def flip(self) -> int:
         """Change one bit in the middle of every object; returns how many there are."""
         raise NotImplementedError
@@ -50,15 +54,27 @@ class Cache(Store):
         self.server.start()
 
     def down(self) -> None:
+        """Once its disk has what was put: it is written in the background, and a kill would lose the rest."""
+        with closing(self.server.client()) as client:
+            stored = sum(map(len, client.scan()))
+        redis_servers.wait_until(lambda: len(self.files()) >= stored, "the server's disk")
         self.server.kill()
 
     def signal(self, number: signal.Signals) -> None:
         self.server.signal(number)
 
+    def end(self) -> None:
+        self.server.close()
+
+    def files(self) -> list[Path]:
+        """Of whole containers on its disk."""
+        found = (each for scope in self.disk.glob("*") if scope.name != "tmp" for each in scope.rglob("*"))
+        return [each for each in found if each.is_file() and each.stat().st_size > chunk.HEADER_BYTES]
+
     def flip(self) -> int:
         """On its disk; it is started again, so that none of it is in memory."""
         self.server.end()
-        files = [each for each in self.disk.rglob("*") if each.is_file() and each.stat().st_size > chunk.HEADER_BYTES]
+        files = self.files()
         for file in files:
             data = bytearray(file.read_bytes())
             data[(chunk.HEADER_BYTES + len(data)) // 2] ^= 1
@@ -82,6 +98,9 @@ class Valkey(Store):
 
     def signal(self, number: signal.Signals) -> None:
         self.server.signal(number)
+
+    def end(self) -> None:
+        self.server.kill()
 
     def flip(self) -> int:
         names: Any = self.server.ask("KEYS", "*")
@@ -111,6 +130,9 @@ class S3(Store):
     def signal(self, number: signal.Signals) -> None:
         self.server.signal(number)
 
+    def end(self) -> None:
+        self.server.stop()
+
     def flip(self) -> int:
         client = s3_servers.boto(self.server.endpoint)
         names = [each["Key"] for each in client.list_objects_v2(Bucket=self.bucket).get("Contents", ())]
@@ -131,10 +153,7 @@ def running(name: str, folder: Path) -> Iterator[Store]:
     try:
         yield store
     finally:
-        with suppress(Exception):
-            store.signal(signal.SIGCONT)
-        with suppress(Exception):
-            store.down()
+        store.end()
 
 
 def tier(store: Store, **options: str) -> str:

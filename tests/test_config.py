@@ -407,3 +407,9 @@ def test_reference_page_is_up_to_date() -> None:
 def test_every_key_is_described() -> None:
     for model in (Config, CpuConfig, TierConfig):
         assert all(field.description for field in model.model_fields.values())
+
+
+@pytest.mark.parametrize("name", ["server", "redis_cluster", "s3"])
+def test_the_examples_load(name: str) -> None:
+    folder = Path(__file__).parents[1] / "examples" / "deploy"
+    assert Config.load(folder / f"{name}.toml", env={}).tiers

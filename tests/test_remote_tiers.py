@@ -16,6 +16,8 @@ from remote_stores import Store
 from s3_servers import keys_in_environment
 
 from lmkv import Engine, Retrieved
+from lmkv.cli.doctor import check
+from lmkv.config import TierConfig
 
 CHUNKS = 12
 TOKENS = np.arange(1, CHUNKS * CHUNK + 5, dtype=np.int32)
@@ -168,3 +170,10 @@ def test_a_forked_child_shares_no_connection(store: Store, memory: Memory) -> No
             os._exit(engine.lookup(TOKENS).tokens)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert hit(memory, engine, right).tokens == ALL
+
+
+def test_doctor_finds_it_well(store: Store) -> None:
+    verdict, what, finding, _ = check(TierConfig(url=remote_stores.tier(store)), 30)
+    assert (verdict, what) == ("OK", remote_stores.tier(store)), finding
+    store.down()
+    assert check(TierConfig(url=remote_stores.tier(store)), 30)[0] == "FAIL"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from lmkv import _native, backends
+from lmkv import _native, backends, chunk
 from lmkv.backends import Read, Status, Write
 from lmkv.cli.config import ConfigFile, check_names
 from lmkv.cli.output import human
@@ -56,10 +56,12 @@ def machine(config: Config) -> Iterator[Line]:
 
 
 def round_trip(tier: TierConfig) -> Line:
-    """Store one object, read it back, compare, delete."""
+    """Store one container, read it back, compare, delete."""
     key = ChunkKey(bytes(16), bytes(8), secrets.token_bytes(32), bytes(8), 0, 0, 0)
     sent, back = (memoryview(mmap.mmap(-1, NBYTES)) for _ in range(2))  # at a page's start, as O_DIRECT wants
-    sent[:] = secrets.token_bytes(NBYTES)
+    sent[chunk.PAGE :] = secrets.token_bytes(NBYTES - chunk.PAGE)
+    part = chunk.Part(0, 1, 0, chunk.PAGE, NBYTES - chunk.PAGE, NBYTES - chunk.PAGE, 0)
+    chunk.seal(sent, chunk.Header(key, 0, 1, 1, 1, 0, (part,), NBYTES))  # a server looks into what it is given
     with closing(backends.open(tier.url)) as backend:
         stored, read = backend.write([Write(key, sent)])[0], backend.read([Read(key, back)])[0]
         backend.delete([key])

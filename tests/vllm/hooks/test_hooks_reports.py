@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -19,7 +22,10 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import lmkv_vllm
+from lmkv.workers import Workers
+from lmkv_vllm import worker
 from lmkv_vllm.messages import Load, Step
+from lmkv_vllm.requests import NO_DIGEST
 
 # Stats and events.
 
@@ -101,6 +107,34 @@ def test_every_load_is_reported_once(engine: Engine) -> None:
     assert side.outcome() is None
     for name in ("r0", "r1"):
         side.take(name)
+
+
+def test_a_step_without_work_waits_for_a_load_and_others_do_not(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = W(engine)
+    load = Load("r", S(engine).scope, 0, 0, NO_DIGEST, (), ())
+    side.load(Step(S(engine).scope, [load]))
+    assert side.ended() == [], "it computes: it must go on"
+    monkeypatch.setattr(worker, "IDLE_SECONDS", 60.0)
+    side.load(Step(S(engine).scope, idle=True))
+    threading.Timer(0.1, side._load, (load, None)).start()
+    assert [each.request for each in side.ended()] == ["r"]
+    side.take("r")
+
+
+def _cores_of_a_copy_thread(core: int, answer: Any) -> None:
+    os.sched_setaffinity(0, {core})  # as vLLM's CPU backend does to a worker's main thread
+    answer.put(Workers("test", 1, worker._leave_core).submit(os.sched_getaffinity, 0).result(30))
+
+
+def test_copy_threads_are_not_tied_to_the_compute_core() -> None:
+    context = multiprocessing.get_context("spawn")
+    answer, cores = context.Queue(), os.sched_getaffinity(0)
+    child = context.Process(target=_cores_of_a_copy_thread, args=(min(cores), answer))
+    child.start()
+    assert answer.get(timeout=120) == cores
+    child.join()
 
 
 # Cost. Printed, never asserted: other work runs on the machine.
