@@ -22,14 +22,13 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from cache_servers import Server, whole  # noqa: E402
+from cache_servers import Server, stats, whole  # noqa: E402
 
 from lmkv.backends.base import Read, Result, Status, Write  # noqa: E402
 from lmkv.cli.output import emit  # noqa: E402
@@ -111,18 +110,6 @@ class Load:
                 self.server.signal(signal.SIGCONT)
 
 
-def asked(server: Server) -> dict[str, Any]:
-    """The server's own figures."""
-    with socket.create_connection(("127.0.0.1", server.port), 5) as sock:
-        channel: wire.Channel[data.Reply] = wire.Channel(sock, data.Reply)
-        channel.send(data.Hello(data.VERSION, "load", ""))
-        channel.recv()
-        channel.send(data.GetStats())
-        reply = channel.recv()
-        assert isinstance(reply, data.Stats)
-        return reply.values
-
-
 def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -155,8 +142,8 @@ def run(clients: int, seconds: float, seed: int, folder: Path) -> int:
     kept = fresh + 3  # files of the disk that are open by now
     while (left := descriptors(server.process.pid)) > kept and time.monotonic() < deadline:
         time.sleep(0.5)
-    stats = asked(server)
-    held = stats["tiers"]["cpu"]["reservations"], stats["tiers"]["cpu"]["leases"], stats["filling_bytes"]
+    found = stats(server)
+    held = found["tiers"]["cpu"]["reservations"], found["tiers"]["cpu"]["leases"], found["filling_bytes"]
     print(f"descriptors {fresh} before, {left} after; {held} held; {server.rss() / MIB:.0f} MiB resident")
     if left > kept or any(held):
         load.wrong.append("the server kept something")

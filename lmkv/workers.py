@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Workers:
     """``count`` daemon threads that run submitted calls in order of submission; ``begin`` runs first on each."""
 
-    def __init__(self, name: str, count: int, begin: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, name: str, count: int, begin: Callable[[], object] | None = None) -> None:
         self._begin = begin
         self._queue: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._run, name=f"lmkv-{name}-{i}", daemon=True) for i in range(count)]
@@ -33,7 +33,8 @@ class Workers:
         return future
 
     def _run(self) -> None:
-        self._begin()
+        if self._begin:
+            self._begin()
         while (job := self._queue.get()) is not None:
             future, call, args = job
             if not future.set_running_or_notify_cancel():

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from lmkv.backends.base import Read, Result, Status, Write
 from lmkv.backends.server import ServerBackend
 from lmkv.chunk import Header, Part
 from lmkv.keys import ChunkKey
+from lmkv.server import data
+from lmkv.server import protocol as wire
+from lmkv.server.stream import Stream
 from lmkv.testing.backend_tests import buffer, key_of
 
 WAIT = 20.0
@@ -191,3 +195,50 @@ def run(calls: Sequence[Callable[[], None]]) -> None:
     for thread in threads:
         thread.join(WAIT)
     assert not failed, failed
+
+
+def both(*servers: Server, **options: object) -> ServerBackend:
+    """A client of several servers."""
+    return ServerBackend("lmkv://" + ",".join(server.address for server in servers), **options)  # type: ignore[arg-type]
+
+
+def owner(client: ServerBackend, number: int) -> int:
+    """The place of the server that has a key."""
+    return client._places([key_of(number)])[0]
+
+
+def soon() -> float:
+    """A deadline."""
+    return time.monotonic() + WAIT
+
+
+def greeted(server: Server, token: str = "", version: int = data.VERSION) -> tuple[Stream[data.Reply], data.Reply]:
+    """A connection of a client that says what it likes."""
+    stream = Stream[data.Reply](socket.create_connection(("127.0.0.1", server.port)), data.Reply)
+    stream.send(data.Hello(version, "test", token), soon())
+    return stream, stream.recv(soon())
+
+
+def put(stream: Stream[data.Reply], number: int, body: memoryview | bytes, nbytes: int) -> None:
+    """Say that a container of ``nbytes`` comes, and send ``body``."""
+    message = data.Put(wire.pack_keys([key_of(number)]), [nbytes])
+    stream.send_buffers([wire.frame(message), body], soon())
+
+
+def ended(sock: socket.socket) -> bool:
+    """The other side has closed the connection, whatever it said before."""
+    sock.settimeout(WAIT)
+    with suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+    return True
+
+
+def stats(server: Server) -> dict[str, Any]:
+    """The server's own figures."""
+    stream, _ = greeted(server)
+    with closing(stream):
+        stream.send(data.GetStats(), soon())
+        reply = stream.recv(soon())
+        assert isinstance(reply, data.Stats)
+        return reply.values

@@ -212,3 +212,8 @@ class FalseServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join(PATIENCE)
+
+
+def hosts(servers: list[Server]) -> str:
+    """As in a URL."""
+    return ",".join(f"127.0.0.1:{each.port}" for each in servers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,29 +16,31 @@ import s3_servers
 from lmkv import chunk
 
 
-class Store:
+class Store(ABC):
     """``url``: of the tier. `down` and `up` keep the port; ``keeps``: what was stored is there after `up`."""
 
     keeps = False
     url: str
 
+    @abstractmethod
     def up(self) -> None:
-        raise NotImplementedError
+        """Start it again."""
 
+    @abstractmethod
     def down(self) -> None:
         """kill -9."""
-        raise NotImplementedError
 
+    @abstractmethod
     def signal(self, number: signal.Signals) -> None:
-        raise NotImplementedError
+        """Send its process a signal."""
 
+    @abstractmethod
     def end(self) -> None:
         """For good, whatever it is at."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flip(self) -> int:
         """Change one bit in the middle of every object; returns how many there are."""
-        raise NotImplementedError
 
 
 class Cache(Store):

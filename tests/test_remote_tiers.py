@@ -54,6 +54,12 @@ def fill(memory: Memory, url: str) -> np.ndarray:
     return memory.read(ids)[0].copy()
 
 
+def refill(memory: Memory, url: str, right: np.ndarray) -> None:
+    """Compute and store the same again."""
+    memory.arrays[0][:, memory.ids(ALL)[0]] = right
+    fill(memory, url)
+
+
 def hit(memory: Memory, engine: Engine, right: np.ndarray) -> Retrieved:
     """A retrieve into wiped pages, in time, whose tokens are right."""
     memory.wipe()
@@ -97,8 +103,7 @@ def test_down_at_start_and_up_later(store: Store, memory: Memory) -> None:
         assert hit(memory, engine, right).tokens == 0
         store.up()
         if not store.keeps:
-            memory.arrays[0][:, memory.ids(ALL)[0]] = right
-            fill(memory, url)
+            refill(memory, url, right)
         assert until_full(memory, engine, right).tokens == ALL
 
 
@@ -115,8 +120,7 @@ def test_killed_and_started_again(store: Store, memory: Memory) -> None:
             return
         for _ in range(2):  # the index still believes in what is gone; a read puts it right
             assert hit(memory, engine, right).tokens == 0
-        memory.arrays[0][:, memory.ids(ALL)[0]] = right
-        fill(memory, url)
+        refill(memory, url, right)
         assert until_full(memory, engine, right).tokens == ALL
 
 
@@ -142,8 +146,7 @@ def test_a_flipped_bit_is_a_miss_that_heals(store: Store, memory: Memory) -> Non
         while hit(memory, engine, right).tokens < ALL:
             assert time.monotonic() < deadline, engine.explain(TOKENS)
             # What is damaged is deleted when it is read, and stored anew by whoever computes it.
-            memory.arrays[0][:, memory.ids(ALL)[0]] = right
-            fill(memory, url)
+            refill(memory, url, right)
 
 
 def test_one_round_trip_asks_for_a_whole_prompt(store: Store, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ class Worker:
         self._outcome = Outcome()
         self._ended: list[Loaded] = []
         self._loads: dict[str, Load] = {}
-        begin = _leave_core if config.device_config.device_type == "cpu" else _stay
+        begin = _leave_core if config.device_config.device_type == "cpu" else None
         self._loaders = Workers("vllm-load", LOADERS, begin)
         self._savers = Workers("vllm-save", 1, begin)
 
@@ -352,10 +352,6 @@ class Worker:
             self._outcome.saved[save.job] += 1
             if kept is not None:
                 self._outcome.kept[save.job] = kept
-
-
-def _stay() -> None:
-    """This thread may run where the one that made it may."""
 
 
 def _leave_core() -> None:

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from obstore.store import S3Store
 
 from lmkv.backends.base import ALIGNMENT, Backend, Found, Health, Read, Result, Status, Usage, Write
 from lmkv.backends.existence import Accounts, Existence
-from lmkv.backends.s3_loop import GRACE, Loop, settle, usable
+from lmkv.backends.s3_loop import GRACE, Do, Loop, settle, usable
 from lmkv.backends.s3_options import DEFAULTS, Options, connect, meaning, refusal, unsupported
 from lmkv.errors import BackendError, BadInput, ConfigError
 from lmkv.keys import ChunkKey
@@ -127,16 +127,10 @@ class S3Backend(Backend):
             return Result(Status.ERROR, detail="opened before this process was forked")
         return Result(Status.ERROR, detail="closed") if self._closed else None
 
-    def _results(self, do: Callable[[Any], Coroutine[Any, Any, Result]], items: Sequence[Any]) -> list[Result]:
+    def _results(self, do: Do, items: Sequence[Any]) -> list[Result]:
         return self._each(do, items, self._options.timeout, self._transfers)
 
-    def _each(
-        self,
-        do: Callable[[Any], Coroutine[Any, Any, Any]],
-        items: Sequence[Any],
-        timeout: float,
-        turns: asyncio.Semaphore,
-    ) -> list[Any]:
+    def _each(self, do: Do, items: Sequence[Any], timeout: float, turns: asyncio.Semaphore) -> list[Any]:
         """What ``do`` gives for each item; a Result where it failed or did not end in time."""
         if self._unusable or not items:
             return [self._unusable] * len(items)

@@ -12,6 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any
 
+Do = Callable[[Any], Coroutine[Any, Any, Any]]
 GRACE = 0.25  # seconds for what was given up to end
 _used_in = 0  # the process in which obstore has threads, which do not live on in its forked children
 
@@ -35,13 +36,7 @@ class Loop:
         """This is a child of the process whose thread it was."""
         return self._pid != os.getpid()
 
-    def each(
-        self,
-        do: Callable[[Any], Coroutine[Any, Any, Any]],
-        items: Sequence[Any],
-        timeout: float,
-        turns: asyncio.Semaphore,
-    ) -> list[Any]:
+    def each(self, do: Do, items: Sequence[Any], timeout: float, turns: asyncio.Semaphore) -> list[Any]:
         """What ``do`` gives for each item, or the exception it raised; TimeoutError for what did not end in time.
 
         Items begin in order, as many at once as ``turns`` allows. What has to be cancelled has `GRACE` to end.
@@ -60,13 +55,7 @@ class Loop:
             future.cancel()
             return [TimeoutError()] * len(items)
 
-    async def _all(
-        self,
-        do: Callable[[Any], Coroutine[Any, Any, Any]],
-        items: Sequence[Any],
-        timeout: float,
-        turns: asyncio.Semaphore,
-    ) -> list[Any]:
+    async def _all(self, do: Do, items: Sequence[Any], timeout: float, turns: asyncio.Semaphore) -> list[Any]:
         async def one(item: Any) -> Any:
             async with turns:
                 return await do(item)

@@ -7,10 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "rgw: starts Ceph's object gateway")
-
-
 @pytest.fixture(scope="session")
 def rgw(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     pytest.importorskip("obstore", reason="needs obstore and boto3")

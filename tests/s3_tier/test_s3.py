@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("obstore", reason="needs obstore and boto3")
-pytest.importorskip("moto", reason="needs moto and flask")
-
 from deadlines import within
 from s3_servers import Answer, Moto, Scripted, boto, bucket, keys_in_environment, opened
 
@@ -29,41 +25,6 @@ from lmkv.testing.backend_tests import OK, buffer, fetch, listed, put, settled
 
 PAGE = 4096
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys_in_environment(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[Moto]:
-    server = Moto()
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def scripted() -> Iterator[Scripted]:
-    server = Scripted()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def store(moto: Moto) -> Iterator[S3Backend]:
-    with closing(opened(bucket(moto))) as backend:
-        yield backend
-
-
-@pytest.fixture
-def faked(scripted: Scripted) -> Iterator[S3Backend]:
-    """A backend on the scripted server, with the object of number 1 stored."""
-    with closing(opened(f"s3://bucket/kv?endpoint={scripted.endpoint}&timeout=1s&lookup_timeout=500ms")) as backend:
-        put(backend, 1)
-        scripted.requests.clear()
-        yield backend
 
 
 def in_bucket(backend: S3Backend, server: Moto, number: int, data: bytes | None) -> None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-
-pytest.importorskip("obstore", reason="needs obstore and boto3")
-pytest.importorskip("moto", reason="needs moto and flask")
-
 from deadlines import within
-from s3_servers import Answer, Moto, Scripted, boto, bucket, keys_in_environment, opened
+from s3_servers import Answer, Moto, Scripted, boto, bucket, opened
 
 from lmkv.backends.base import Backend, Read, Result, Status, Write
 from lmkv.backends.s3 import S3Backend
@@ -24,35 +19,6 @@ from lmkv.testing.backend_tests import buffer, fetch, put
 
 PAGE = 4096
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys_in_environment(monkeypatch)
-
-
-@pytest.fixture
-def own_moto() -> Iterator[Moto]:
-    """One that a test may start, stop and kill."""
-    server = Moto()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def scripted() -> Iterator[Scripted]:
-    server = Scripted()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def faked(scripted: Scripted) -> Iterator[S3Backend]:
-    """A backend on the scripted server, with the object of number 1 stored."""
-    with closing(opened(f"s3://bucket/kv?endpoint={scripted.endpoint}&timeout=1s&lookup_timeout=500ms")) as backend:
-        put(backend, 1)
-        scripted.requests.clear()
-        yield backend
 
 
 def status_of_write(backend: Backend, number: int, nbytes: int = PAGE) -> Status:

@@ -1,4 +1,4 @@
-"""`lmkv server --listen`: who is let in, what is stored, clients that mean no good, and its end."""
+"""`lmkv server --listen`: who is let in, what is stored, and its end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from cache_servers import PAGE, WAIT, Server, free_port, load, store, whole
+from cache_servers import PAGE, WAIT, Server, ended, free_port, greeted, load, put, soon, stats, store, whole
 from host_clients import NBYTES, Place, keys, payload, until
 from host_clients import load as host_load
 from host_clients import store as host_store
@@ -26,71 +24,9 @@ from lmkv import Config, ConfigError, chunk, codec
 from lmkv.backends.base import Read, Result, Status, Write
 from lmkv.backends.server import ServerBackend
 from lmkv.server import data, service
-from lmkv.server import protocol as wire
-from lmkv.server.stream import Stream
-from lmkv.server.tcp import NEWCOMERS
-from lmkv.testing.backend_tests import buffer, key_of, listed, settled
+from lmkv.testing.backend_tests import buffer, key_of, settled
 
 Start = Callable[..., Server]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that is impatient with its clients."""
-    server = Server(tmp_path_factory.mktemp("shared"), server_message_timeout="0.5s", server_tenant_budget="32MiB")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client(shared: Server) -> Iterator[ServerBackend]:
-    made = shared.client()
-    yield made
-    made.delete(list(listed(made)))
-    made.close()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts servers of this test alone."""
-    servers: list[Server] = []
-
-    def begin(*options: str, **settings: object) -> Server:
-        servers.append(Server(tmp_path, *options, **settings))  # type: ignore[arg-type]
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        server.close()
-
-
-def soon() -> float:
-    return time.monotonic() + WAIT
-
-
-def greeted(server: Server, token: str = "", version: int = data.VERSION) -> tuple[Stream[data.Reply], data.Reply]:
-    """A connection of a client that says what it likes."""
-    stream = Stream[data.Reply](socket.create_connection(("127.0.0.1", server.port)), data.Reply)
-    stream.send(data.Hello(version, "test", token), soon())
-    return stream, stream.recv(soon())
-
-
-def put(stream: Stream[data.Reply], number: int, body: memoryview | bytes, nbytes: int) -> None:
-    """Say that a container of ``nbytes`` comes, and send ``body``."""
-    message = data.Put(wire.pack_keys([key_of(number)]), [nbytes])
-    stream.send_buffers([wire.frame(message), body], soon())
-
-
-def ended(sock: socket.socket) -> bool:
-    """The other side has closed the connection, whatever it said before."""
-    sock.settimeout(WAIT)
-    with suppress(ConnectionError):
-        while sock.recv(1 << 16):
-            pass
-    return True
-
-
-# Who is let in.
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
@@ -210,9 +146,6 @@ def test_an_address_in_use_is_refused_at_start(shared: Server) -> None:
     assert (done.returncode, "server.listen: cannot listen at" in done.stderr) == (1, True)
 
 
-# What is stored.
-
-
 def test_only_whole_containers_are_stored(client: ServerBackend) -> None:
     good, nbytes = whole(1, 8 * PAGE), 8 * PAGE
     other_key, cut, unsealed, flipped = (memoryview(bytearray(good)) for _ in range(4))
@@ -283,15 +216,6 @@ def test_one_that_is_slow_to_fill_a_key_does_not_keep_others_from_it(shared: Ser
     assert settled(client) == {key_of(1): len(data)}
 
 
-def stats(server: Server) -> dict[str, Any]:
-    stream, _ = greeted(server)
-    with closing(stream):
-        stream.send(data.GetStats(), soon())
-        reply = stream.recv(soon())
-        assert isinstance(reply, data.Stats)
-        return reply.values
-
-
 def test_engines_of_the_host_and_other_machines_have_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     port = free_port()
@@ -316,163 +240,6 @@ def test_engines_of_the_host_and_other_machines_have_one_store(monkeypatch: pyte
             assert host_load(host, keys(10, prompt=1)) == (10, "", {0})
             assert client.delete(keys(10)) == [True] * 10
             assert host_load(host, keys(10)) == (0, "not stored", set())
-
-
-# Clients that mean no good.
-
-
-def frame(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
-
-
-BAD = {
-    "random bytes": os.urandom(4000),
-    "http": b"GET / HTTP/1.1\r\nHost: cache\r\n\r\n",
-    "a frame of 4 GiB": struct.pack("<I", 2**32 - 1) + bytes(1000),
-    "an empty frame": bytes(4),
-    "a frame that is no message": frame(b"\xc1" * 100),
-    "something before Hello": wire.frame(data.Ping()),
-    "the other protocol": wire.frame(wire.Hello(1, bytes(16), "me")),
-    "a long name": frame(b"\x94\xa5Hello\x01\xdb\x00\x10\x00\x00" + bytes(4000)),
-    "a greeting larger than any": struct.pack("<I", 1 << 20) + bytes(1 << 20),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_garbage_ends_its_own_connection_only(shared: Server, client: ServerBackend, what: str) -> None:
-    before = store(client, 1)
-    with socket.create_connection(("127.0.0.1", shared.port)) as sock:
-        with suppress(ConnectionError):
-            sock.sendall(BAD[what])
-        assert ended(sock)
-    assert load(client, key_of(1)) == before
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        data.Get(bytes(71), [1], 1.0),
-        data.Get(bytes(72), [1, 2], 1.0),
-        data.Put(bytes(72), []),
-        data.Put(bytes(72), [4097]),
-        data.Put(bytes(72), [0]),
-        data.Put(bytes(72), [1 << 50]),
-        data.Put(bytes(72), [(1 << 40)]),
-        data.Contains(bytes(100)),
-        data.Hello(1, "again", ""),
-    ],
-    ids=lambda message: str(message)[:60],
-)
-def test_a_message_that_does_not_fit_ends_its_connection(
-    shared: Server, client: ServerBackend, message: wire.Message
-) -> None:
-    stream, _ = greeted(shared)
-    with closing(stream):
-        stream.send(message, soon())
-        assert ended(stream.sock)
-    store(client, 1)
-
-
-def test_damaged_requests_harm_nobody_else(shared: Server, client: ServerBackend) -> None:
-    kept = store(client, 1)
-    packed = wire.pack_keys([key_of(1), key_of(7)])
-    messages = [data.Hello(1, "test", ""), data.Contains(packed), data.Get(packed, [1 << 20] * 2, 1.0), data.Ping()]
-    messages += [data.List(0), data.GetUsage(), data.Delete(wire.pack_keys([key_of(7)]))]
-    put = wire.frame(data.Put(wire.pack_keys([key_of(7)]), [3 * PAGE])) + bytes(whole(7))
-    good = b"".join(map(wire.frame, messages)) + put
-    rng = np.random.default_rng(7)
-    for _ in range(120):
-        bad = bytearray(good)
-        for at in rng.integers(0, len(good) - 3 * PAGE, rng.integers(1, 4)):
-            bad[at] = rng.integers(256)
-        with socket.create_connection(("127.0.0.1", shared.port)) as sock:
-            with suppress(OSError):
-                sock.sendall(bad[: rng.integers(len(bad))])
-                sock.shutdown(socket.SHUT_WR)
-            assert ended(sock)
-    assert load(client, key_of(1)) in (kept, Result(Status.MISSING)), "one may have asked to delete it"
-    fresh = store(client, 1)
-    assert load(client, key_of(1)) in (kept, fresh)
-
-
-def test_half_a_message_and_half_a_container_are_let_go_and_cost_nothing(shared: Server, client: ServerBackend) -> None:
-    kept = store(client, 1)
-    used = stats(shared)["tiers"]["cpu"]["bytes"]
-    streams = [greeted(shared)[0] for _ in range(8)]
-    for number, stream in enumerate(streams):
-        if number % 2:
-            put(stream, 100 + number, whole(100 + number, 1 << 20)[: 1 << 19], 1 << 20)
-        else:
-            stream.send_buffers([wire.frame(data.Contains(bytes(7200)))[:1000]], soon())
-    for _ in range(20):
-        assert load(client, key_of(1)) == kept
-    began = time.monotonic()
-    assert all(ended(stream.sock) for stream in streams)
-    assert time.monotonic() - began < 10
-    for stream in streams:
-        stream.close()
-    assert settled(client) == {key_of(1): len(kept)}
-    assert stats(shared)["tiers"]["cpu"]["bytes"] == used
-    assert stats(shared)["filling_bytes"] == 0
-    assert len(stats(shared)["clients"]) == 2
-
-
-def test_one_that_does_not_read_its_answers_is_let_go(shared: Server, client: ServerBackend) -> None:
-    nbytes = 2 << 20
-    kept = [store(client, number, nbytes) for number in range(2)]
-    stream, _ = greeted(shared)
-    with closing(stream):
-        stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        many = [key_of(number % 2) for number in range(64)]
-        stream.send(data.Get(wire.pack_keys(many), [nbytes] * 64, 60.0), soon())
-        until(lambda: len(stats(shared)["clients"]) == 2)  # this question's and the client's connection
-    assert load(client, key_of(1), nbytes) == kept[1]
-
-
-def test_a_flood_of_connections_keeps_nobody_out_and_takes_no_memory(shared: Server, client: ServerBackend) -> None:
-    kept = store(client, 1)
-    before = shared.rss()
-    flood: list[socket.socket] = []
-    try:
-        for _ in range(4 * NEWCOMERS):
-            flood.append(socket.create_connection(("127.0.0.1", shared.port)))
-            flood[-1].sendall(struct.pack("<I", 8000) + bytes(4000))
-        assert load(client, key_of(1)) == kept
-        with closing(shared.client()) as newcomer:
-            assert load(newcomer, key_of(1)) == kept
-        assert shared.rss() - before < 32 << 20
-    finally:
-        for sock in flood:
-            sock.close()
-
-
-def test_no_more_than_so_many_clients(start: Start) -> None:
-    server = start(server_max_connections=2)
-    first, second = greeted(server)[0], greeted(server)[0]
-    third, reply = greeted(server)
-    assert reply == data.Refused("busy", "too many connections")
-    first.close()
-
-    def comes_in() -> bool:
-        stream, reply = greeted(server)
-        stream.close()
-        return isinstance(reply, data.Welcome)
-
-    until(comes_in)
-    for stream in (second, third):
-        stream.close()
-
-
-def test_an_idle_connection_ends_and_the_client_makes_another(start: Start) -> None:
-    server = start(server_idle_timeout="0.2s")
-    with closing(server.client()) as client:
-        data = store(client, 1)
-        (kept,) = client._peers[0]._idle
-        until(lambda: not kept.usable())
-        assert load(client, key_of(1)) == data
-
-
-# Its end.
 
 
 def test_it_ends_after_the_requests_under_way_and_with_everything_written(start: Start, tmp_path: Path) -> None:
