@@ -50,7 +50,8 @@ class Cache(Store):
 
     def __init__(self, folder: Path) -> None:
         self.disk = folder / "disk"
-        self.server = cache_servers.Server(folder, tiers=f"disk://{self.disk}?budget=1GiB")
+        # Memory for all a test puts four times over: a server drops disk writes beyond a quarter of it.
+        self.server = cache_servers.Server(folder, tiers=f"disk://{self.disk}?budget=1GiB", cpu_budget="256MiB")
         self.url = f"lmkv://{self.server.address}"
 
     def up(self) -> None:
@@ -60,7 +61,7 @@ class Cache(Store):
         """Once its disk has what was put: it is written in the background, and a kill would lose the rest."""
         with closing(self.server.client()) as client:
             stored = sum(map(len, client.scan()))
-        redis_servers.wait_until(lambda: len(self.files()) >= stored, "the server's disk")
+        redis_servers.wait_until(lambda: len(self.files()) >= stored, f"{stored} files on the server's disk")
         self.server.kill()
 
     def signal(self, number: signal.Signals) -> None:
