@@ -19,10 +19,12 @@ import stat
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from hashlib import blake2b
+from itertools import islice
 from typing import BinaryIO
 from urllib.parse import quote, unquote
 
@@ -32,8 +34,10 @@ from lmkv import _native as native
 from lmkv.backends.base import ALIGNMENT, Backend, Found, Health, Read, Result, Status, Usage, Write
 from lmkv.errors import BackendError, BadInput, ConfigError
 from lmkv.keys import ChunkKey
+from lmkv.workers import Workers
 
 _FSYNC = dict.fromkeys(("0", "off", "false", False), False) | dict.fromkeys(("1", "on", "true", True), True)
+LIST_AHEAD = 16  # folders
 _TMP = "tmp"
 _FOREIGN = "foreign files"
 _CLOSED = Result(Status.ERROR, detail="closed")
@@ -98,10 +102,7 @@ class DiskBackend(Backend):
             self._counts.pop(_FOREIGN, None)
             vanished = set(self._accounts)
             for root in self._roots:
-                for folder in self._walk(root):
-                    vanished.discard(folder)
-                    if not self._closed and (found := self._list(folder)):
-                        yield found
+                yield from self._list_ahead(root, vanished)
             list(map(self._list, vanished))
         except OSError as error:
             raise BackendError(f"disk: cannot list {self.url}: {error}") from error
@@ -190,19 +191,42 @@ class DiskBackend(Backend):
         self._delete(file)
         return code
 
+    def _list_ahead(self, root: str, vanished: set[str]) -> Iterator[list[Found]]:
+        """The objects below, folder by folder; the disk looks for the next ones meanwhile. Takes what is there out of
+        ``vanished``."""
+        lister, listing = Workers("disk-list", 1), deque[Future[list[Found]]]()
+        folders = self._walk(root)
+        try:
+            while not self._closed:
+                for folder in islice(folders, LIST_AHEAD - len(listing)):
+                    vanished.discard(folder)
+                    listing.append(lister.submit(self._list, folder))
+                if not listing:
+                    return
+                if found := listing.popleft().result():
+                    yield found
+        finally:
+            lister.close(time.monotonic())
+
     def _walk(self, folder: str, digits: Sequence[int] = (32, 2, 1)) -> Iterator[str]:
-        """The lowest folders below, through names of so many hex digits; a holder then removes what is empty."""
+        """The lowest folders below, through names of so many hex digits."""
         if not digits:
             yield folder
+            return
         with nullcontext() if folder in self._roots else self._counted("unreadable folders"):
-            for name in os.listdir(folder) if digits else ():
+            for name in os.listdir(folder):
                 if len(name) == digits[0] and not name.strip("0123456789abcdef"):
                     yield from self._walk(f"{folder}/{name}", digits[1:])
                 elif name not in ("lock", _TMP):
                     self._count(_FOREIGN)
-        if not self.shared and folder not in self._roots:
-            with suppress(OSError):  # not empty
+        self._remove_empty(folder)
+
+    def _remove_empty(self, folder: str) -> None:
+        """A holder removes a folder without files, and what that leaves empty above it."""
+        with suppress(OSError):  # not empty
+            while not self.shared and folder not in self._roots:
                 os.rmdir(folder)
+                folder = os.path.dirname(folder)
 
     def _list(self, folder: str) -> list[Found]:
         """The objects in a lowest folder, which sets its account. The holder removes what can be none."""
@@ -227,6 +251,8 @@ class DiskBackend(Backend):
                     with suppress(OSError):
                         os.unlink(f"{folder}/{name}")
             self._account(folder, sum(each.nbytes for each in found), len(found))
+        if not found:
+            self._remove_empty(folder)
         return found
 
     @contextmanager
