@@ -1,6 +1,6 @@
 """Time to the first token of a long prompt in a real vLLM: computed, from its own prefix cache, and through connectors.
 
-    .venv-vllm/bin/python bench/vllm_ttft.py [--json] [--rounds 7] [--tokens 2600]
+    .venv-vllm/bin/python bench/vllm_ttft.py [--json] [--rounds 7] [--tokens 2600] [--dtype bfloat16]
 
 Two engines live at once, so that neighbours in a round share the machine's mood: one with lmkv, and one with vLLM's
 ExampleConnector, whose files stay in the page cache. Both compute the same prompts first; then the one with lmkv and
@@ -66,7 +66,7 @@ def cpu_seconds(engine: Engine, socket: Path) -> float:
 class Bench:
     """The engines, and what each step took, run by run: (seconds to the first token, CPU seconds)."""
 
-    def __init__(self, folder: Path, tokens: int, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, tokens: int, dtype: str, stack: ExitStack) -> None:
         self.folder, self.tokens, self.socket = folder, tokens, folder / "socket"
         self.runs: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         stack.callback(stop_service, self.socket)
@@ -74,7 +74,7 @@ class Bench:
             stack.enter_context(Engine(folder / f"{name}.log", split=True, calm=False)) for name in ("lmkv", "example")
         )
         self.args: dict[str, Any] = {"max_model_len": tokens + 100, "max_num_batched_tokens": tokens + 100}
-        self.args["disable_log_stats"] = False
+        self.args |= {"disable_log_stats": False, "dtype": dtype}
         self.hooks = 0.0
         self.open_lmkv()
         self.example.open(MODEL, transfer=example_config(folder / "example"), **self.args)
@@ -162,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=2600, help="length of the prompts")
+    parser.add_argument("--dtype", default="float32", help="bfloat16 halves the KV, and computes slowly without AMX")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not (MODEL / "config.json").exists():
@@ -169,7 +170,7 @@ def main() -> None:
     logging.getLogger("lmkv").setLevel(logging.ERROR)  # that the service keeps its own settings is what we want
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lmkv-") as folder, ExitStack() as stack:
-        bench = Bench(Path(folder), options.tokens, stack)
+        bench = Bench(Path(folder), options.tokens, options.dtype, stack)
         rows = bench(options.rounds)
     emit(rows, options.json)
     print(f"lmkv's hooks took {bench.share():.4%} of the time of its computed prompts", file=sys.stderr)
