@@ -4,9 +4,9 @@
 
 Ours: `lmkv server` in a process of its own and the lmkv:// backend here, one connection, one container a call. Theirs:
 a process and this one with a socket each, `sendall` and `recv_into`, the system's buffer sizes. Each round measures
-every step once, side by side. With checksums, the server checks what is put, a get is verified as the storage does it,
-and "seal and put" also computes the checksums, as for a chunk that has not left host memory before. CPU: seconds of
-this process for each GB. Every get is compared with what was put.
+every step once, side by side. With checksums, the server checks what is put and the client what it gets, and "seal and
+put" also computes them, as for a chunk that has not left host memory before; without, containers are not sealed, so
+that nobody checks them. CPU: seconds of this process for each GB. Every get is compared with what was put.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Case:
         ends = [*range(chunk.PAGE, self.size, step), self.size]
         parts = [chunk.Part(n, 1, 0, at, end - at, end - at, 0) for n, (at, end) in enumerate(pairwise(ends))]
         header = chunk.Header(key, 0, 16, 16, 1, 0, tuple(parts), self.size)
-        chunk.seal(view, header)
+        (chunk.seal if self.checked else chunk.write_header)(view, header)
         return header
 
     def seal_and_put(self, n: int) -> None:
@@ -140,7 +140,7 @@ class Case:
         (result,) = self.client.read([Read(self.keys[n], self.into[n])])
         if result.status is not Status.OK:
             raise BadInput(f"get: {result}")
-        if self.checked:
+        if self.checked and not result.verified:
             chunk.verify(self.into[n], chunk.parse(self.into[n]), self.keys[n])
 
     def round(self, first: bool) -> dict[str, Took]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -120,12 +120,21 @@ def load(client: ServerBackend, key: ChunkKey, capacity: int = 1 << 20) -> memor
     return into[: result.nbytes] if result.status is Status.OK else result
 
 
+class Listening(Protocol):
+    port: int
+
+
 class Proxy:
     """Passes bytes between clients and a server. flip: the byte at this place of what goes ``towards`` the server or
-    the client is inverted, counted on each connection. hold: after so many bytes the rest waits for `release`."""
+    the client is inverted, counted on each connection. hold: after so many bytes the rest waits for `release`. cut:
+    after so many the connection ends. delay: seconds that every piece is late."""
 
-    def __init__(self, server: Server, towards: str = "client", flip: int = -1, hold: int = -1) -> None:
+    def __init__(
+        self, server: Listening, towards: str = "client", flip: int = -1, hold: int = -1, cut: int = -1,
+        delay: float = 0.0,
+    ) -> None:  # fmt: skip
         self.server, self.towards, self.flip, self.hold = server, towards, flip, hold
+        self.cut, self.delay = cut, delay
         self.held, self._go = threading.Event(), threading.Event()
         self.release = self._go.set
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -159,6 +168,11 @@ class Proxy:
                     if 0 <= self.hold <= passed + len(data):
                         self.held.set()
                         self._go.wait(WAIT)
+                    if self.delay:
+                        self._go.wait(self.delay)
+                    if 0 <= self.cut <= passed + len(data):
+                        target.sendall(data[: self.cut - passed])
+                        break
                 passed += len(data)
                 target.sendall(data)
         for sock in (source, target):

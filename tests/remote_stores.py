@@ -21,6 +21,11 @@ class Store(ABC):
 
     keeps = False
     url: str
+    port: int
+
+    def through(self, place: str) -> str:
+        """The URL of the tier by way of a proxy at ``place``."""
+        return self.url.replace(f"127.0.0.1:{self.port}", place)
 
     @abstractmethod
     def up(self) -> None:
@@ -44,21 +49,25 @@ class Store(ABC):
 
 
 class Cache(Store):
-    """`lmkv server` with a disk tier."""
+    """`lmkv server`, with a disk tier unless ``disk`` is false."""
 
-    keeps = True
-
-    def __init__(self, folder: Path) -> None:
-        self.disk = folder / "disk"
+    def __init__(self, folder: Path, *options: str, disk: bool = True, **settings: object) -> None:
+        self.disk, self.keeps = folder / "disk", disk
         # Memory for all a test puts four times over: a server drops disk writes beyond a quarter of it.
-        self.server = cache_servers.Server(folder, tiers=f"disk://{self.disk}?budget=1GiB", cpu_budget="256MiB")
-        self.url = f"lmkv://{self.server.address}"
+        settings = {"cpu_budget": "256MiB", **settings}
+        if disk:
+            settings["tiers"] = f"disk://{self.disk}?budget=1GiB"
+        self.server = cache_servers.Server(folder, *options, **settings)  # type: ignore[arg-type]
+        self.url, self.port = f"lmkv://{self.server.address}", self.server.port
 
     def up(self) -> None:
         self.server.start()
 
     def down(self) -> None:
         """Once its disk has what was put: it is written in the background, and a kill would lose the rest."""
+        if not self.keeps:
+            self.server.kill()
+            return
         with closing(self.server.client()) as client:
             stored = sum(map(len, client.scan()))
         redis_servers.wait_until(lambda: len(self.files()) >= stored, f"{stored} files on the server's disk")
@@ -92,7 +101,7 @@ class Valkey(Store):
 
     def __init__(self, folder: Path) -> None:
         self.server = redis_servers.Server(redis_servers.valkey_binary(), folder / "valkey")
-        self.url = f"valkey://127.0.0.1:{self.server.port}"
+        self.url, self.port = f"valkey://127.0.0.1:{self.server.port}", self.server.port
 
     def up(self) -> None:
         self.server.start()
@@ -122,7 +131,7 @@ class S3(Store):
         self.server = s3_servers.Moto()
         self.server.start()
         self.url = s3_servers.bucket(self.server)
-        self.bucket = self.url.removeprefix("s3://").partition("/")[0]
+        self.bucket, self.port = self.url.removeprefix("s3://").partition("/")[0], self.server.port
 
     def up(self) -> None:
         self.server.start()
@@ -147,6 +156,34 @@ class S3(Store):
         return len(names)
 
 
+class Scripted(Store):
+    """S3 as a test tells it to be: moto is never full, and takes any key."""
+
+    def __init__(self) -> None:
+        self.server = s3_servers.Scripted()
+        self.url = f"s3://bucket/kv?endpoint={self.server.endpoint}"
+        self.port = int(self.server.endpoint.rpartition(":")[2])
+
+    def refuse(self, method: str, status: int = 200, code: str = "") -> None:
+        """Answer so to each request of this method, "" for all; status 200: as usual."""
+        refusal = s3_servers.Answer(status, code)
+        self.server.script = lambda asked, _: refusal if status != 200 and method in ("", asked) else None
+
+    def up(self) -> None:
+        raise NotImplementedError
+
+    down = up
+
+    def signal(self, number: signal.Signals) -> None:
+        raise NotImplementedError
+
+    def flip(self) -> int:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        self.server.stop()
+
+
 NAMES = ("lmkv", "valkey", "s3")
 
 
@@ -154,6 +191,12 @@ NAMES = ("lmkv", "valkey", "s3")
 def running(name: str, folder: Path) -> Iterator[Store]:
     """A store of that name, empty; its process is gone afterwards. s3 wants a key in the environment."""
     store: Store = {"lmkv": Cache, "valkey": Valkey}[name](folder) if name != "s3" else S3()
+    with ending(store):
+        yield store
+
+
+@contextmanager
+def ending(store: Store) -> Iterator[Store]:
     try:
         yield store
     finally:
@@ -162,6 +205,10 @@ def running(name: str, folder: Path) -> Iterator[Store]:
 
 def tier(store: Store, **options: str) -> str:
     """Its URL with short patience and more options."""
-    given = {"timeout": "2s", "lookup_timeout": "1s", **options}
-    query = "&".join(f"{key}={value}" for key, value in given.items())
-    return f"{store.url}{'&' if '?' in store.url else '?'}{query}"
+    return with_options(store.url, **{"timeout": "2s", "lookup_timeout": "1s", **options})
+
+
+def with_options(url: str, **options: str) -> str:
+    """A tier's URL with more options."""
+    query = "&".join(f"{key}={value}" for key, value in options.items())
+    return f"{url}{'&' if '?' in url else '?'}{query}"

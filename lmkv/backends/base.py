@@ -16,13 +16,14 @@ docs/backends.md has a complete small one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from lmkv.keys import ChunkKey
 
 ALIGNMENT = 4096  # of containers' sizes; and buffers at multiples of it are the fastest
+SHORT = "short buffer"  # the detail of a read whose object is larger than the room for it
 
 
 class Status(Enum):
@@ -36,11 +37,13 @@ class Status(Enum):
 
 
 class Result(NamedTuple):
-    """How one item of a batch ended. ``nbytes``: size of the object read or written if OK, else 0."""
+    """How one item of a batch ended. ``nbytes``: size of the object read or written if OK, else 0. verified: the
+    backend has checked what was read as `chunk.verify` does, the key included, so that nobody need do it again."""
 
     status: Status
     nbytes: int = 0
     detail: str = ""
+    verified: bool = False
 
 
 class Read(NamedTuple):
@@ -78,12 +81,17 @@ class Backend(ABC):
     url: names the backend; `lmkv.backends.open` of it opens the same one; holds no secret. shared: others may add and
     delete objects behind our back, so an index miss is worth a `contains`, and somebody else evicts; may change during
     `scan`. remote: reached over a network, so a whole batch of `contains` is one round trip, and the storage asks it
-    instead of listing it.
+    instead of listing it. on_reset: set by the storage; to be called, with a function that says which keys are
+    concerned, when all that was heard of some is void, as a server was lost or began anew.
     """
 
     url: str
     shared: bool = False
     remote: bool = False
+    on_reset: Callable[[Callable[[Sequence[ChunkKey]], Sequence[bool]]], None] | None = None
+
+    def attend(self) -> None:  # noqa: B027
+        """Called before each lookup of a remote tier, to tell `on_reset` what was lost. Asks nobody; microseconds."""
 
     @abstractmethod
     def contains(self, keys: Sequence[ChunkKey]) -> list[int | None]:

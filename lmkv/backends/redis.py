@@ -103,6 +103,10 @@ class RedisBackend(Backend):
         self._nodes = Nodes(seeds, tls, login, int(connections), cluster_slots() if clustered else None)
         _opened.add(self)
 
+    def attend(self) -> None:
+        if not self._closed and self._nodes.attend() and self.on_reset:
+            self.on_reset(lambda keys: [True] * len(keys))
+
     def contains(self, keys: Sequence[ChunkKey]) -> list[int | None]:
         """One round trip; up to two more where there are containers in pieces."""
         if self._closed:

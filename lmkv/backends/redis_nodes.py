@@ -150,6 +150,14 @@ class Nodes:
                 break
         return name
 
+    def attend(self) -> bool:
+        """Find out, without asking, whether a server ended connections while nobody used them; they are let go."""
+        with self._lock:
+            ended = [place for place, idle in self._idle.items() if idle and not idle[-1].quiet]
+        for place in ended:
+            self._drop(place)
+        return bool(ended)
+
     def close(self) -> None:
         """Close what is idle now, and what is in use once it is done."""
         self._closed = True

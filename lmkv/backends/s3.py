@@ -67,7 +67,7 @@ class S3Backend(Backend):
         self._served = False  # a read was allowed, so a denied write is a matter of rights
         self._closed = False
         self._loop = Loop(f"lmkv-s3-{options.bucket}")
-        self._probing = asyncio.Lock()
+        self._probe: asyncio.Task[None] | None = None
         self._transfers, self._asking = (asyncio.Semaphore(options.concurrency) for _ in range(2))
         self._busy: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -245,20 +245,24 @@ class S3Backend(Backend):
         return True
 
     async def _try_conditional(self) -> None:
-        """Find out whether a second conditional put of an object is refused. Raises what the first one raises."""
-        async with self._probing:
-            if self._conditional is not None:
-                return
-            name, page = f"{self._options.prefix}lmkv-probe-{os.urandom(8).hex()}", memoryview(bytes(ALIGNMENT))
-            try:
-                await self._send(name, page, True)
-                self._conditional = not await self._send(name, page, True)
-            except GenericError as error:
-                if not unsupported(error):
-                    raise
-                self._conditional = False
-            with suppress(Exception):
-                await obstore.delete_async(self._store, name)
+        """Find out whether a second conditional put of an object is refused. Raises what the first one raises, for all
+        who wait: one after the other would be late."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._put_twice())
+            self._probe.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._probe)
+
+    async def _put_twice(self) -> None:
+        name, page = f"{self._options.prefix}lmkv-probe-{os.urandom(8).hex()}", memoryview(bytes(ALIGNMENT))
+        try:
+            await self._send(name, page, True)
+            self._conditional = not await self._send(name, page, True)
+        except GenericError as error:
+            if not unsupported(error):
+                raise
+            self._conditional = False
+        with suppress(Exception):
+            await obstore.delete_async(self._store, name)
 
     async def _delete(self, key: ChunkKey) -> bool:
         name = self._name(key)

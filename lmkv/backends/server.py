@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import os
-import ssl
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 from urllib.parse import urlencode
@@ -27,7 +27,8 @@ from lmkv.errors import BackendError, ConfigError
 from lmkv.keys import ChunkKey
 from lmkv.server import data
 from lmkv.server import protocol as wire
-from lmkv.server.peer import Credentials, Peer, Replies, check_credentials
+from lmkv.server.peer import Credentials, Peer, Replies, check_credentials, client_context
+from lmkv.server.receive import receive_checked
 from lmkv.server.tcp import split_address
 from lmkv.units import parse_seconds
 from lmkv.workers import Workers
@@ -49,7 +50,7 @@ class ServerBackend(Backend):
 
     timeout: of one read, write or delete. lookup_timeout: of one `contains`. token_file, token_env: where the token is
     that the servers want. tls: speak TLS, and check the servers' certificates against ``ca`` (a file; else the
-    system's). cert, key: our own certificate. The servers keep raw containers, so a tier of theirs has no codec.
+    system's). cert, key: our own certificate. Servers keep containers as engines encode them.
     """
 
     shared = True
@@ -68,11 +69,13 @@ class ServerBackend(Backend):
         if tls not in _SWITCH or (token_file and token_env):
             raise ConfigError(KEY, f"lmkv: tls={tls!r} must be 0 or 1; token_file or token_env, not both")
         self._timeout, self._lookup_timeout = _seconds("timeout", timeout), _seconds("lookup_timeout", lookup_timeout)
-        context = _client_context(ca, cert, key) if _SWITCH[tls] else None
+        context = client_context(ca, cert, key, KEY) if _SWITCH[tls] else None
         if (ca or cert or key) and not context:
             raise ConfigError(KEY, "lmkv: ca, cert and key need tls=1")
         credentials = check_credentials(Credentials(token_file, token_env, context), KEY)
         self._peers = [Peer(name, *split_address(name, KEY), credentials) for name in names]
+        for number, peer in enumerate(self._peers):
+            peer.on_lost = partial(self._lost, number)
         given = {
             "timeout": "" if self._timeout == 10 else f"{self._timeout:g}s",
             "lookup_timeout": "" if self._lookup_timeout == 1 else f"{self._lookup_timeout:g}s",
@@ -92,14 +95,8 @@ class ServerBackend(Backend):
         deadline = time.monotonic() + self._lookup_timeout
 
         def ask(peer: Peer, some: Sequence[ChunkKey]) -> list[int | None]:
-            sizes: list[int | None] = []
-            for at in range(0, len(some), data.MAX_KEYS):
-                batch = some[at : at + data.MAX_KEYS]
-                reply = _ask(peer, data.Contains(wire.pack_keys(batch)), data.Contained, deadline)
-                if len(reply.sizes) != len(batch):
-                    raise ConnectionError("an answer of another length")
-                sizes += [size if size > 0 and size % ALIGNMENT == 0 else None for size in reply.sizes]
-            return sizes
+            sizes = _ask_each(peer, some, data.Contains, data.Contained, lambda reply: reply.sizes, deadline)
+            return [size if size > 0 and size % ALIGNMENT == 0 else None for size in sizes]
 
         return self._each(keys, keys, ask, lambda _: None)
 
@@ -123,16 +120,35 @@ class ServerBackend(Backend):
         deadline = time.monotonic() + self._timeout
 
         def remove(peer: Peer, some: Sequence[ChunkKey]) -> list[bool]:
-            done: list[bool] = []
-            for at in range(0, len(some), data.MAX_KEYS):
-                batch = some[at : at + data.MAX_KEYS]
-                reply = _ask(peer, data.Delete(wire.pack_keys(batch)), data.Deleted, deadline)
-                if len(reply.done) != len(batch):
-                    raise ConnectionError("an answer of another length")
-                done += reply.done
-            return done
+            return _ask_each(peer, some, data.Delete, data.Deleted, lambda reply: reply.done, deadline)
 
         return self._each(keys, keys, remove, lambda _: False)
+
+    def pin(self, owner: str, keys: Sequence[ChunkKey], seconds: float) -> list[Status]:
+        """Ask the servers to keep the chunks of these containers for ``seconds``, a day at most; again: from now on.
+
+        OK, MISSING, or FULL where the server keeps no more for its clients. owner: whose pins these are.
+        """
+        deadline = time.monotonic() + self._timeout
+
+        def keep(peer: Peer, some: Sequence[ChunkKey]) -> list[Status]:
+            make = partial(data.Pin, owner, seconds=seconds)
+            return [
+                data.STATUSES[end]
+                for end in _ask_each(peer, some, make, data.Pinned, lambda reply: reply.ended, deadline)
+            ]
+
+        return self._each(keys, keys, keep, lambda error: _failed(error).status)
+
+    def unpin(self, owner: str, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Undo `pin`; True where this owner had pinned it."""
+        deadline = time.monotonic() + self._timeout
+
+        def let_go(peer: Peer, some: Sequence[ChunkKey]) -> list[bool]:
+            make = partial(data.Unpin, owner)
+            return _ask_each(peer, some, make, data.Unpinned, lambda reply: reply.done, deadline)
+
+        return self._each(keys, keys, let_go, lambda _: False)
 
     def scan(self) -> Iterator[list[Found]]:
         failed: OSError | None = None
@@ -197,6 +213,15 @@ class ServerBackend(Backend):
             peer.close()
         for workers in self._workers.values():
             workers.close(time.monotonic())
+
+    def attend(self) -> None:
+        for peer in self._peers:
+            peer.attend()
+
+    def _lost(self, number: int) -> None:
+        """What one server had may be gone, as it was lost or began anew."""
+        if self.on_reset:
+            self.on_reset(lambda keys: [place == number for place in self._places(keys)])
 
     # To which server, and several at once.
 
@@ -277,8 +302,8 @@ class _Reading:
                 continue
             if nbytes > capacity or not nbytes or nbytes % ALIGNMENT:
                 raise ConnectionError(f"a container of {nbytes} bytes where {capacity} were asked for")
-            stream.recv_into(_flat(read.into)[:nbytes], deadline)
-            self.results.append(Result(Status.OK, nbytes))
+            verified = receive_checked(stream, _flat(read.into)[:nbytes], read.key, deadline)
+            self.results.append(Result(Status.OK, nbytes, verified=verified))
 
 
 class _Writing:
@@ -341,6 +366,21 @@ def _ask(peer: Peer, request: wire.Message, kind: type[T], deadline: float) -> T
     return peer.call(work, deadline)
 
 
+def _ask_each(
+    peer: Peer, keys: Sequence[ChunkKey], make: Callable[[bytes], wire.Message], kind: type[T],
+    answers: Callable[[T], list[R]], deadline: float,
+) -> list[R]:  # fmt: skip
+    """One request for as many keys as fit in a message, after the other; the answer to each key. OSError."""
+    found: list[R] = []
+    for at in range(0, len(keys), data.MAX_KEYS):
+        batch = keys[at : at + data.MAX_KEYS]
+        more = answers(_ask(peer, make(wire.pack_keys(batch)), kind, deadline))
+        if len(more) != len(batch):
+            raise ConnectionError("an answer of another length")
+        found += more
+    return found
+
+
 def _probe(peer: Peer, deadline: float) -> str:
     """Store, read and delete a container of two pages. Returns what is wrong, or ''. OSError."""
     view, back = memoryview(bytearray(2 * ALIGNMENT)), memoryview(bytearray(2 * ALIGNMENT))
@@ -377,15 +417,3 @@ def _seconds(name: str, value: object) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(KEY, f"lmkv: {name}={value!r} is not a time: write 10s")
     return seconds
-
-
-def _client_context(ca: str, cert: str, key: str) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=ca or None)
-        if cert:
-            context.load_cert_chain(cert, key or None)
-        elif key:
-            raise ConfigError(KEY, "lmkv: key= needs cert=")
-    except (OSError, ValueError) as error:
-        raise ConfigError(KEY, f"lmkv: cannot use ca={ca!r}, cert={cert!r}, key={key!r}: {error}") from None
-    return context

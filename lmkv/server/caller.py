@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
+from lmkv.codec import Known, Meaning
 from lmkv.config import Config
 from lmkv.errors import ConfigError, LmkvError, Unavailable
 from lmkv.server import election
@@ -52,6 +53,7 @@ class Caller:
         self._dialer = Dialer(election.socket_path(socket), name or f"process {os.getpid()}", settings)
         self._spawn = spawn
         self._sizes: set[int] = set()
+        self._meanings: dict[int, Sequence[Meaning | None]] = {}
         self._link: Link | None = None  # None while unavailable
         self._last: Link | None = None
         self._why = "not registered"
@@ -84,14 +86,16 @@ class Caller:
         """(address, bytes) of the arena in this process, another one with every `server_id`; zeros before."""
         return (self._last.memory.address, self._last.memory.nbytes) if self._last else (0, 0)
 
-    def register(self, sizes: Sequence[int], timeout: float = 20.0) -> None:
+    def register(self, sizes: Sequence[int], timeout: float = 20.0, meanings: Known | None = None) -> None:
         """Connect, starting a service if needed, and say which container sizes will be used; may be called again.
 
-        ConfigError: the service cannot take them, or speaks another version. Unavailable: none could be reached; it
-        will be tried again in the background.
+        meanings: by `KVSpec.geometry_id`, what the payload of each group means, for the codecs of tiers. ConfigError:
+        the service cannot take them, or speaks another version. Unavailable: none could be reached; it will be tried
+        again in the background.
         """
         self._check()
         before, self._sizes = self._sizes, self._sizes | set(sizes)
+        self._meanings |= meanings or {}
         try:
             self._connect(time.monotonic() + timeout)
         except ConfigError:
@@ -115,7 +119,8 @@ class Caller:
             before, huge = self._last, self.config.cpu.huge_pages
             channel, server = self._dialer.dial(deadline, self._spawn)
             try:
-                link = register(self._dialer, channel, server, sorted(self._sizes), huge, before, deadline)
+                request = wire.Register(sorted(self._sizes), wire.pack_meanings(self._meanings))
+                link = register(self._dialer, channel, server, request, huge, before, deadline)
                 self._asker.attach(link.take(deadline))
                 with self._changed:
                     if self._closed:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lmkv import _native
-from lmkv.backends.base import Found
+from lmkv.backends.base import Found, Status
 from lmkv.errors import ConfigError
 from lmkv.index import FOUND, Entry, Watch, part_bit, parts_of
 from lmkv.keys import ChunkKey
 from lmkv.leases import Reservation
+from lmkv.server.pins import Pins
 from lmkv.storage import StorageManager
 from lmkv.writer import Tally
 
@@ -44,11 +45,14 @@ class Place(NamedTuple):
 class Catalog(Watch):
     """Watches the index of ``storage``, and passes on what it hears to ``also``. Thread-safe.
 
-    tenant_budget: bytes that the chunks of one tenant may take, None for any.
+    tenant_budget: bytes that the chunks of one tenant may take, None for any. pin_share: see `Pins`.
     """
 
-    def __init__(self, storage: StorageManager, also: Watch, tenant_budget: int | None = None) -> None:
+    def __init__(
+        self, storage: StorageManager, also: Watch, tenant_budget: int | None = None, pin_share: float = 0.5
+    ) -> None:
         self.storage, self.also, self.tenant_budget = storage, also, tenant_budget
+        self.pins = Pins(storage, pin_share, tenant_budget)
         arena = storage.arena
         self.container_bytes = arena.slab_bytes
         self._classes = max(0, arena.capacity // arena.slab_bytes // 8)  # sizes that may have slabs of their own
@@ -172,6 +176,17 @@ class Catalog(Watch):
 
     # Changing.
 
+    def pin(self, owner: str, keys: Sequence[ChunkKey], seconds: float) -> list[Status]:
+        """Keep the chunks of containers that are there; see `Pins.pin`."""
+        return self.pins.pin(owner, self._entries(keys), seconds)
+
+    def unpin(self, owner: str, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Undo it."""
+        return self.pins.unpin(owner, self._entries(keys))
+
+    def _entries(self, keys: Sequence[ChunkKey]) -> list[Entry | None]:
+        return [place.entry if place else None for place in map(self.find, keys)]
+
     def reserve(self, key: ChunkKey, nbytes: int, deadline: float) -> Reservation | str:
         """A slot to fill for ``key``; a string says why there is none: held (there already), or no room.
 
@@ -187,6 +202,8 @@ class Catalog(Watch):
             if not self._make_room(key.tenant, nbytes):
                 return "tenant budget"
             slot = storage.room.alloc(nbytes)
+            if slot is None and self.pins.unblock():
+                slot = storage.room.alloc(nbytes)
             if slot is None:
                 return "no slot"
             self.filling += nbytes
@@ -265,6 +282,7 @@ class Catalog(Watch):
         over = self._tenants[tenant] + nbytes - self.tenant_budget
         if over <= 0 or nbytes > self.tenant_budget:
             return over <= 0
+        self.pins.trim()
         aim, storage = over + self.tenant_budget // MARGIN, self.storage
         doomed: dict[int, list[ChunkKey]] = {}
         mine = [entry for entry in self._records if entry.tenant == tenant and not (entry.pins or entry.leases)]

@@ -178,7 +178,8 @@ class Connection:
 
     def _register(self, message: wire.Register) -> None:
         try:
-            storage = self.service.prepare(message.sizes)
+            meanings = {int.from_bytes(geometry, "little"): groups for geometry, groups in message.meanings}
+            storage = self.service.prepare(message.sizes, meanings)
         except ConfigError as error:
             self.channel.send(wire.Refused(error.key, error.message))
             return

@@ -76,6 +76,19 @@ class Delete(Message):
     keys: Keys
 
 
+class Pin(Message):
+    """Keep the chunks of these containers from being evicted for ``seconds``. owner: who wants that, for `Unpin`."""
+
+    owner: Name
+    keys: Keys
+    seconds: Annotated[float, Meta(gt=0, le=wire.DAY)]
+
+
+class Unpin(Message):
+    owner: Name
+    keys: Keys
+
+
 class List(Message):
     """The page after ``cursor``, 0 for the first; of what was there when the first was asked for on this connection."""
 
@@ -124,6 +137,18 @@ class Deleted(Message):
     done: list[bool]
 
 
+class Pinned(Message):
+    """Of each the status as in a head: 0 ok, 1 missing, 3 full."""
+
+    ended: list[Annotated[int, Meta(ge=0, lt=len(STATUSES))]]
+
+
+class Unpinned(Message):
+    """Whether the owner had pinned it."""
+
+    done: list[bool]
+
+
 class Page(Message):
     """cursor: for the next page, 0 after the last. created: unix seconds."""
 
@@ -146,8 +171,8 @@ class Pong(Message):
     pass
 
 
-Request = Hello | Contains | Get | Put | Delete | List | GetUsage | GetStats | Ping
-Reply = Welcome | Refused | Contained | Deleted | Page | Usage | Stats | Pong
+Request = Hello | Contains | Get | Put | Delete | Pin | Unpin | List | GetUsage | GetStats | Ping
+Reply = Welcome | Refused | Contained | Deleted | Pinned | Unpinned | Page | Usage | Stats | Pong
 
 
 def pack_head(status: Status, nbytes: int = 0, detail: str = "") -> bytes:

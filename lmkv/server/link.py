@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -134,13 +134,13 @@ def register(
     dialer: Dialer,
     channel: Channel,
     server: str,
-    sizes: Sequence[int],
+    request: wire.Register,
     huge: bool,
     before: Link | None,
     deadline: float,
 ) -> Link:
     """The link to a greeted service; ``before`` itself if it was to the same. OSError, ConfigError, Unavailable."""
-    channel.send(wire.Register(list(sizes)), deadline)
+    channel.send(request, deadline)
     reply, fd = channel.recv_fd(deadline)
     try:
         if isinstance(reply, wire.Refused):

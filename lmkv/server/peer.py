@@ -60,6 +60,8 @@ class Peer:
         self.generation = ""  # of the server last greeted
         self.container_bytes = data.MAX_CONTAINER
         self.closed = False
+        self.on_lost: Callable[[], None] = lambda: None  # what was heard from it may be void
+        self._heard = False  # since `on_lost` was called last
         self._told = ""
         self._open: weakref.WeakSet[Replies] = weakref.WeakSet()
         self._reset()
@@ -91,6 +93,22 @@ class Peer:
             return self._run(self._dial(min(deadline, time.monotonic() + CONNECT)), work)
         except TimeoutError as error:
             raise self._lost(error) from None
+        except ConnectionRefusedError:
+            self._void()
+            raise
+
+    def attend(self) -> None:
+        """Find out, without asking, whether its connections ended while nobody used them."""
+        with self._lock:
+            if not self._idle or self._idle[-1].usable():
+                return
+        self._drop_idle()
+        self._void()
+
+    def _void(self) -> None:
+        heard, self._heard = self._heard, False
+        if heard:
+            self.on_lost()
 
     def take(self, deadline: float) -> Replies:
         """A fresh connection for the caller alone, who closes it."""
@@ -157,6 +175,8 @@ class Peer:
         if stale:
             log.info("%s was started again", self.name)
             self._drop_idle()
+            self._void()
+        self._heard = True
         return stream
 
     def _connect(self, deadline: float) -> socket.socket:
@@ -255,3 +275,16 @@ def check_credentials(credentials: Credentials, key: str) -> Credentials:
     except (OSError, ValueError) as error:
         raise ConfigError(key, f"lmkv: cannot read the token: {error}") from None
     return credentials
+
+
+def client_context(ca: str, cert: str, key: str, setting: str) -> ssl.SSLContext:
+    """TLS against these files, '' for none. ConfigError ``setting``."""
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        if cert:
+            context.load_cert_chain(cert, key or None)
+        elif key:
+            raise ConfigError(setting, "lmkv: key= needs cert=")
+    except (OSError, ValueError) as error:
+        raise ConfigError(setting, f"lmkv: cannot use ca={ca!r}, cert={cert!r}, key={key!r}: {error}") from None
+    return context

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from lmkv import _native
+from lmkv.codec import Known, Meaning
 from lmkv.errors import BadInput
 from lmkv.index import MAX_SHARDS
 from lmkv.keys import DIGEST_BYTES, ChunkKey
@@ -46,6 +47,8 @@ Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Digests = Annotated[bytes, Meta(max_length=MAX_ITEMS * DIGEST_BYTES)]
 Keys = Annotated[bytes, Meta(max_length=MAX_ITEMS * _KEY.size)]
 Mask = Annotated[bytes, Meta(max_length=32)]  # of pages, little-endian
+Geometry = Annotated[bytes, Meta(min_length=8, max_length=8)]
+Meant = Annotated[list[Meaning | None], Meta(max_length=64)]
 Parts = Annotated[bytes, Meta(max_length=64 * MAX_SHARDS // 8)]  # of at most 64 groups, little-endian
 
 
@@ -65,9 +68,11 @@ class Hello(Message):
 
 
 class Register(Message):
-    """Container sizes that will be reserved and fetched; the answer carries the arena's descriptor."""
+    """Container sizes that will be reserved and fetched, and by geometry id what the payload of each group means; the
+    answer carries the arena's descriptor."""
 
     sizes: Annotated[list[Bytes], Meta(min_length=1, max_length=1024)]
+    meanings: Annotated[list[tuple[Geometry, Meant]], Meta(max_length=64)] = []
 
 
 class Tail(Struct, array_like=True):
@@ -323,7 +328,7 @@ class Channel(Generic[T]):
     def _decode(self, body: bytes) -> T:
         try:
             return self._decoder.decode(body)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except (msgspec.MsgspecError, BadInput, ValueError, RecursionError) as error:
             raise ConnectionError(f"a bad frame: {error}") from None
 
     def _read(self, size: int, deadline: float) -> bytes:
@@ -377,6 +382,11 @@ def to_bytes(mask: int) -> bytes:
 def to_mask(packed: bytes) -> int:
     """The mask of `to_bytes`."""
     return int.from_bytes(packed, "little")
+
+
+def pack_meanings(known: Known) -> list[tuple[bytes, list[Meaning | None]]]:
+    """What payload means by geometry id, as it travels."""
+    return [(geometry.to_bytes(8, "little"), list(groups)) for geometry, groups in known.items()]
 
 
 def owner(name: str) -> str:

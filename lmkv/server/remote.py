@@ -26,13 +26,13 @@ from lmkv.loads import Wanted
 from lmkv.server import data
 from lmkv.server import protocol as wire
 from lmkv.server.catalog import Catalog, Place
+from lmkv.server.receive import receive_parts
 from lmkv.server.stream import Stream
 from lmkv.server.tcp import GREETING, Door, Guest
 
 if TYPE_CHECKING:
     from lmkv.server.service import Service
 
-CHECK_BYTES = 2 << 20
 GATHER_BYTES, GATHER_ITEMS = 1 << 20, 64  # small containers leave together
 PAGE_KEYS = 1024  # of a listing, and those of one chunk more
 SLOWEST = 1 << 20  # bytes a second
@@ -125,6 +125,11 @@ class Remote:
                 return data.Contained(catalog.contains(data.keys_of(message.keys)))
             case data.Delete():
                 return data.Deleted(catalog.delete(data.keys_of(message.keys)))
+            case data.Pin():
+                ended = catalog.pin(message.owner, data.keys_of(message.keys), message.seconds)
+                return data.Pinned(list(map(data.STATUSES.index, ended)))
+            case data.Unpin():
+                return data.Unpinned(catalog.unpin(message.owner, data.keys_of(message.keys)))
             case data.List():
                 return self._list(message.cursor)
             case data.GetUsage():
@@ -239,11 +244,12 @@ class Remote:
         header: chunk.Header | None = None
         if self.config.verify:
             try:
-                header = _check(page, key, nbytes)
+                header = _check(page, key, nbytes, self.catalog.storage.meanings is None)
             except BadContainer as bad:
                 self.stream.drain(nbytes - PAGE, deadline)
                 return Status.FULL if bad.reason == "expired" else Status.ERROR, str(bad)
-            self.catalog.give_class(nbytes)
+            if header.codec == "raw":  # encoded ones are of all sizes
+                self.catalog.give_class(nbytes)
         slot = self.catalog.reserve(key, nbytes, deadline)
         if isinstance(slot, str):
             self.stream.drain(nbytes - PAGE, deadline)
@@ -269,40 +275,18 @@ class Remote:
         if header is None:
             self.stream.recv_into(view[PAGE:], deadline)
             return ""
-        error, batches = "", _batches(header.parts)
-        ends = [batch[-1].stop - PAGE for batch in batches]
-        for batch, _ in zip(batches, self.stream.recv_parts(view[PAGE:], ends, deadline), strict=True):
-            error = error or _damage(view, batch)
-        return error
+        return receive_parts(self.stream, view, header.parts, deadline)
 
 
-def _damage(view: memoryview, parts: tuple[chunk.Part, ...]) -> str:
-    try:
-        chunk.verify_parts(view, parts)
-    except BadContainer as bad:
-        return str(bad)
-    return ""
-
-
-def _batches(parts: Sequence[chunk.Part]) -> list[tuple[chunk.Part, ...]]:
-    """Consecutive parts worth checking together."""
-    batches: list[list[chunk.Part]] = [[]]
-    for part in parts:
-        if batches[-1] and part.stop - batches[-1][0].offset > CHECK_BYTES:
-            batches.append([])
-        batches[-1].append(part)
-    return [tuple(batch) for batch in batches]
-
-
-def _check(page: memoryview, key: ChunkKey, nbytes: int) -> chunk.Header:
-    """The header of a container that may be stored. BadContainer."""
+def _check(page: memoryview, key: ChunkKey, nbytes: int, encoded: bool) -> chunk.Header:
+    """The header of a container that may be stored, raw or, if that may be, ``encoded``. BadContainer."""
     header = chunk.parse(page, key)
     if header.total_bytes != nbytes:
         raise BadContainer("bounds", f"{header.total_bytes} bytes in {nbytes}")
     if not header.sealed:
         raise BadContainer("unsealed")
-    if header.codec != "raw":
-        raise BadContainer("codec", f"{header.codec}: a server keeps raw containers; leave codec out of its tier")
+    if header.codec != "raw" and not encoded:
+        raise BadContainer("codec", f"{header.codec}: engines of the server's host share its memory; leave codec out")
     if header.expires and header.expires <= time.time():
         raise BadContainer("expired")
     return header

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from lmkv.arena import PAGE
+from lmkv.codec import Known, Meanings
 from lmkv.config import Config
 from lmkv.errors import ConfigError
 from lmkv.server import election
@@ -29,6 +30,7 @@ from lmkv.server import protocol as wire
 from lmkv.server.catalog import Catalog
 from lmkv.server.connection import Connection, Session
 from lmkv.server.events import Rings
+from lmkv.server.metrics import exporter
 from lmkv.server.remote import Remote
 from lmkv.server.tcp import Door, Guest
 from lmkv.storage import StorageManager
@@ -61,14 +63,18 @@ class Service:
         self._stopping = False
         self._remotes: set[Remote] = set()
         self.door: Door | None = None
-        if config.server.listen:
-            _check_settings(config, listener is not None)
-            self.door = Door(config.server, self._serve_remote)
-            try:
+        self.metrics = exporter(config.server.metrics, self._figures) if config.server.metrics else None
+        try:
+            if config.server.listen:
+                _check_settings(config, listener is not None)
+                self.door = Door(config.server, self._serve_remote)
                 self.prepare([PAGE])
-            except BaseException:
+        except BaseException:
+            if self.door:
                 self.door.close()
-                raise
+            if self.metrics:
+                self.metrics.close()
+            raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.epoll()
         for fd in (*([listener.fileno()] if listener else []), *(self.door.listeners if self.door else []), self._wake):
@@ -76,20 +82,28 @@ class Service:
 
     # Storage.
 
-    def prepare(self, sizes: Sequence[int]) -> StorageManager:
-        """The storage, made at the first call, with room for containers of ``sizes``. ConfigError, BackendError."""
+    def prepare(self, sizes: Sequence[int], meanings: Known | None = None) -> StorageManager:
+        """The storage, made at the first call, with room for containers of ``sizes``. ConfigError, BackendError.
+
+        meanings: by geometry id, what payload means.
+        """
         with self._making:
             if self.storage is None:
-                storage = StorageManager(self.config, sizes, shared=self.listener is not None)
+                # A server for other machines only keeps containers as their engines have encoded them.
+                known = Meanings.of(meanings or {}) if self.listener else None
+                storage = StorageManager(self.config, sizes, known, shared=self.listener is not None)
                 storage.index.watch = self.rings
                 if self.door:
                     share = self.config.server.tenant_budget
-                    self.catalog = Catalog(
-                        storage, self.rings, share.resolve(storage.arena.capacity) if share else None
-                    )
+                    budget = share.resolve(storage.arena.capacity) if share else None
+                    self.catalog = Catalog(storage, self.rings, budget, self.config.server.pin_share)
                 self.storage = storage
             else:
                 self.storage.add_sizes(sizes)
+                if meanings and self.storage.meanings is not None:
+                    for tier in self.storage.tiers:
+                        tier.check(Meanings.of(meanings))
+                    self.storage.meanings.add(meanings)
             return self.storage
 
     def stats(self, storage: StorageManager) -> dict[str, Any]:
@@ -101,7 +115,12 @@ class Service:
             ]
             clients += [{"name": each.name, "connections": 1, "holds": 0} for each in self._remotes]
         found = {**storage.stats.snapshot(), "tiers": storage.usage(), "clients": clients, "server": self.name}
-        return found | ({"filling_bytes": self.catalog.filling} if self.catalog else {})
+        if self.catalog:
+            found |= {"filling_bytes": self.catalog.filling, "pins": self.catalog.pins.usage()}
+        return found
+
+    def _figures(self) -> dict[str, Any]:
+        return self.stats(self.storage) if self.storage else {"server": self.name}
 
     # Clients on other machines.
 
@@ -232,6 +251,8 @@ class Service:
             for remote in remotes:
                 remote.leave()
             self.door.wait_empty(deadline)
+        if self.metrics:
+            self.metrics.close()
         if self.storage:
             self.storage.close(self.config.close_timeout)
 
@@ -248,7 +269,7 @@ def _pidfd(sock: socket.socket, pid: int) -> int:
 
 def settings_text(config: Config) -> str:
     """What a service was started with, as lines of ``key=value``, of the settings that concern it."""
-    ours = ("cpu.", "tiers.", "policy")
+    ours = ("cpu.", "tiers.", "policy", "profiles")
     return "\n".join(f"{key}={value}" for key, value, _ in config.rows() if key.startswith(ours))
 
 
@@ -256,7 +277,10 @@ def _check_settings(config: Config, shared: bool) -> None:
     """ConfigError for what does not go with serving other machines."""
     for number, tier in enumerate(config.tiers):
         if tier.codec != "raw":
-            raise ConfigError(f"tiers.{number}.codec", "must be raw below a server that listens: it tells sizes unread")
+            raise ConfigError(
+                f"tiers.{number}.codec",
+                "must be raw below a server that listens, which knows no pages: set it in the engines' lmkv:// tier",
+            )
     if not config.server.verify and (shared or config.tiers):
         raise ConfigError("server.verify", "must be on where engines of this host, or tiers, have the same containers")
 
@@ -288,6 +312,8 @@ def main(path: str | None, config: Config, ready: int = -1, stays: bool = False)
     if elected:
         places = [*([path] if path else []), *(service.door.addresses if service.door else [])]
         log.info("process %d serves %s", os.getpid(), " and ".join(places))
+        if service.metrics:
+            log.info("metrics at %s", service.metrics.url)
         try:
             service.run()
         finally:

@@ -83,6 +83,29 @@ def test_a_restart_while_connections_are_kept_loses_no_call(start: Start) -> Non
         assert load(client, key_of(1)) == data
 
 
+def test_a_restart_voids_what_was_known_of_that_server_alone(pair: tuple[Server, Server], start: Start) -> None:
+    server = start()
+    keys = [key_of(number) for number in range(20)]
+    with closing(both(server, pair[0])) as client:
+        client.contains(keys)
+        mine, lost = [owner(client, number) == 0 for number in range(20)], list[object]()
+        client.on_reset = lambda which: lost.append(which(keys))
+        client.attend()
+        assert not lost
+        server.kill()
+        client.attend()
+        assert lost == [mine]
+        client.contains(keys)
+        client.attend()
+        server.start()
+        client.contains(keys)
+        assert lost == [mine], "once for each life that was heard from"
+        server.kill()
+        server.start()
+        client.contains(keys)
+        assert lost == [mine, mine], "the greeting tells it too"
+
+
 def test_a_stopped_server_holds_no_call_longer_than_its_time(pair: tuple[Server, Server], start: Start) -> None:
     stopped = start()
     with closing(both(stopped, pair[0], timeout="1.5s", lookup_timeout="0.5s")) as client:
