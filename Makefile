@@ -75,7 +75,7 @@ test-vllm-all: $(VLLM)/.native $(MODEL)/.complete
 FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.native
 	$(BIN)/pip install -q atheris
-	for target in header sealed key frames resp server; do $(BIN)/python tests/fuzz/run.py $$target $(FUZZ_SECONDS) || exit 1; done
+	for target in header sealed streams key frames resp server; do $(BIN)/python tests/fuzz/run.py $$target $(FUZZ_SECONDS) || exit 1; done
 
 # Needs Debian's packages radosgw, ceph-osd, ceph-mon and ceph-common.
 test-s3: $(VENV)/.native

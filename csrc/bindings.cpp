@@ -1,6 +1,4 @@
 // lmkv._native: argument checks, buffers and the GIL; the work is done in the files it includes.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "blake3.h"
 #include "copy.h"
 #include "cpu.h"
@@ -21,46 +20,19 @@
 #include "tokens.h"
 #include "xxh3.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 using std::int64_t;
 
 namespace {
 
-template <typename T>
-using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using lmkv::bad_value;
+using lmkv::Bytes;
+using lmkv::kReleaseBytes;
+using lmkv::Unlocked;
+using lmkv::Vector;
+
 template <typename T>
 using Result = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-constexpr std::size_t kReleaseBytes = 64 * 1024;
-
-// Gives up the GIL for the scope when the work is worth it.
-class Unlocked {
-  public:
-    explicit Unlocked(bool worth = true) {
-        if (worth) release_.emplace();
-    }
-
-  private:
-    std::optional<nb::gil_scoped_release> release_;
-};
-
-// Any Python buffer, held for the scope.
-class Bytes {
-  public:
-    explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
-    }
-    Bytes(const Bytes&) = delete;
-    Bytes& operator=(const Bytes&) = delete;
-    ~Bytes() { PyBuffer_Release(&view_); }
-    const std::uint8_t* data() const { return static_cast<const std::uint8_t*>(view_.buf); }
-    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-    const Py_buffer& view() const { return view_; }
-
-  private:
-    Py_buffer view_;
-};
 
 nb::object checked(PyObject* made) {
     if (!made) throw nb::python_error();
@@ -73,8 +45,6 @@ nb::bytes path_bytes(nb::handle path) {
     if (!PyUnicode_FSConverter(path.ptr(), &bytes)) throw nb::python_error();
     return nb::steal<nb::bytes>(bytes);
 }
-
-[[noreturn]] void bad_value(const std::string& what) { throw nb::value_error(what.c_str()); }
 
 [[noreturn]] void os_error(int error, nb::handle path) {
     errno = -error;
@@ -377,4 +347,6 @@ NB_MODULE(_native, m) {
 
     m.def("cpu_features", cpu_features);
     m.def("limit_simd", limit_simd, "level"_a);
+
+    lmkv::bind_codecs(m);
 }

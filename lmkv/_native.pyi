@@ -128,3 +128,93 @@ def cpu_features() -> dict[str, bool | str | int]:
 
 def limit_simd(level: str) -> str:
     """Uses nothing above "portable", "avx2" or "avx512"; returns the level now in use. For tests."""
+
+def rans_encode(
+    symbols: NDArray[np.uint8],
+    tables: NDArray[np.uint16],
+    freqs: NDArray[np.uint16],
+    bits: int,
+    out: Buffer,
+    streams: int = 0,
+) -> int:
+    """Entropy-codes ``symbols[rows, cols]`` into ``out``; the bytes written, 0 when they do not fit.
+
+    tables[rows]: the row of ``freqs[T, A]`` each row is coded by. Each row of freqs sums to ``1 << bits``, bits 8 to
+    12, A at most 256; up to 16 is several times faster. streams: independent streams that the rows are cut into (at
+    most 16, and no more than rows), 0: as many as cost little. ValueError: a symbol without frequency.
+    """
+
+def rans_decode(
+    src: Buffer, tables: NDArray[np.uint16], freqs: NDArray[np.uint16], bits: int, symbols: NDArray[np.uint8]
+) -> None:
+    """Fills ``symbols[rows, cols]``. ValueError: ``src`` is corrupt, truncated, or has bytes left over.
+
+    What ``symbols`` then holds is unspecified. A stream does not tell tables apart: pass those that it was made with.
+    """
+
+def xpl_encode(
+    values: Buffer,
+    type: tuple[int, int, int],  # noqa: A002
+    starts: NDArray[np.int64],
+    count0: int,
+    stride0: int,
+    count1: int,
+    stride1: int,
+    dim: int,
+    out: Buffer,
+) -> int:
+    """Codes rows of floats exactly; the bytes written to ``out``, 0 when they do not fit.
+
+    type: bytes of a value, its exponent bits, its mantissa bits: of bfloat16, float16, float32 or an 8-bit float. Row
+    i is the runs of ``dim`` values at ``starts[i] + a * stride0 + b * stride1`` for every a < count0, b < count1,
+    counted in values. Each row has its own frequency table, each of its ``dim`` channels its own offset.
+    """
+
+def xpl_decode(
+    src: Buffer,
+    type: tuple[int, int, int],  # noqa: A002
+    starts: NDArray[np.int64],
+    count0: int,
+    stride0: int,
+    count1: int,
+    stride1: int,
+    dim: int,
+    values: Buffer,
+) -> int:
+    """The opposite; the bytes of ``src`` that it took. ValueError: ``src`` is corrupt or truncated."""
+
+def coefficients_join(
+    symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], low: Buffer, escapes: Buffer, q: NDArray[np.int16]
+) -> None:
+    """Fills ``q[rows, cols]`` from symbols, low bits and escapes, as `lmkv.codec.coefficients` lays them out.
+
+    ValueError: low bits or escapes of another size than the symbols and shifts say.
+    """
+
+def klt_transform(
+    matrix: NDArray[np.int16],
+    q: NDArray[np.int16],
+    scale: NDArray[np.float32],
+    mean: NDArray[np.float32],
+    out: NDArray[np.float32],
+) -> None:
+    """``out[C, T]`` = `lmkv.codec.klt_reference.transform`, bit for bit. matrix: [C, K]; q: [K, T]; all-zero rows of q
+    cost little."""
+
+def klt_write_bf16(
+    x: NDArray[np.float32],
+    cos: NDArray[np.float32] | None,
+    sin: NDArray[np.float32] | None,
+    interleaved: bool,
+    pages: int,
+    page_tokens: int,
+    heads: int,
+    places: tuple[int, int, int, int, int],
+    words: Buffer,
+) -> None:
+    """Rotates one layer's K (or V: cos None) ``x[heads * dim, tokens]`` and writes it as bfloat16, bit for bit as
+    `lmkv.codec.klt_reference` does.
+
+    cos, sin: [pairs, tokens]. places: the first word in ``words``, then the steps from page to page, token to token,
+    head to head, channel to channel, in words.
+    """

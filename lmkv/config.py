@@ -64,6 +64,10 @@ class ServerConfig(_Model):
         default=None,
         description="Most that the chunks of one salt may take, over all tiers; a fraction is of host memory.",
     )
+    pin_share: float = Field(
+        default=0.5, ge=0, le=1, description="Share of host memory, or of a tenant's budget, that clients may pin."
+    )
+    metrics: str = Field(default="", description="Serve the counters to Prometheus over HTTP at `HOST:PORT`.")
     max_connections: Int = Field(default=512, ge=1, le=1 << 16, description="More are refused.")
     idle_timeout: Seconds = Field(default=300.0, description="A connection without requests ends after this.")
     message_timeout: Seconds = Field(
@@ -79,8 +83,15 @@ class TierConfig(_Model):
         default=Size(fraction=0.5),
         description="Most the tier may hold; a fraction is of the free space, where known, and what it holds.",
     )
-    codec: str = Field(default="raw", description="How chunks are written: `raw`, `zstd`, or a plug-in.")
-    level: Int | None = Field(default=None, description="Level of the codec; empty: the codec's own.")
+    codec: str = Field(
+        default="raw",
+        description="How chunks are written: an error class (`exact`, `kl<0.001`, `kl<0.01`, `kl<0.05`) or a codec "
+        "([codecs](codecs.md)).",
+    )
+    level: Int | None = Field(
+        default=None, description="Level of the codec, 0 the finest of lossy ones; empty: its own."
+    )
+    profile: str = Field(default="", description="The model's profile, for `klt` and the classes: a file, or its id.")
     admission: Literal["all", "second_touch", "on_eviction"] = Field(
         default="all",
         description="What is written: `all`, `second_touch` (used again) or `on_eviction` (leaving host memory).",
@@ -121,6 +132,9 @@ class Config(_Model):
     )
     linger: Seconds = Field(
         default=60.0, description="A host service that an engine started ends this long after its last client."
+    )
+    profiles: Words = Field(
+        default=("~/.cache/lmkv/profiles",), description="Folders with codec profiles; several with spaces between."
     )
     cpu: CpuConfig = Field(default=CpuConfig(), description="Host memory.")
     server: ServerConfig = Field(default=ServerConfig(), description="`lmkv server` over TCP.")

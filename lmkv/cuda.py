@@ -24,13 +24,13 @@ IN_FLIGHT = 4  # kInFlight of the kernel
 BLOCKS = 32  # * 256 * 4 * 16 B = 512 KiB in flight; PCIe 5 x16 needs 64 GB/s * 2 us = 128 KiB
 
 
-def kernel_source() -> str:
-    """The kernel's text: beside this file in a wheel, in ``csrc/cuda`` in a checkout."""
+def kernel_source(name: str = "copy_pages.cu") -> str:
+    """A kernel's text: beside this file in a wheel, in ``csrc/cuda`` in a checkout."""
     here = Path(__file__).resolve().parent
-    for path in (here / "_cuda" / "copy_pages.cu", here.parent / "csrc" / "cuda" / "copy_pages.cu"):
+    for path in (here / "_cuda" / name, here.parent / "csrc" / "cuda" / name):
         if path.is_file():
             return path.read_text()
-    raise LmkvError(f"copy_pages.cu is missing: neither in {here / '_cuda'} nor in csrc/cuda")
+    raise LmkvError(f"{name} is missing: neither in {here / '_cuda'} nor in csrc/cuda")
 
 
 def kernel_planes(table: PageTable) -> tuple[Ints, int]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from lmkv import chunk
+from lmkv.codec import Meanings, Rope, meanings
 from lmkv.config import Config
 from lmkv.errors import BadInput, Closed, ConfigError
 from lmkv.keys import ChunkKey, ChunkKeys, Identity, Scope
@@ -43,7 +44,9 @@ class Engine:
 
     spec: what the model caches. weights: a fingerprint or name of the weights (see `lmkv.fingerprint`). layout: the
     payload order, ``PagedKV.layout`` of the pages that will be passed. shard: which of ``spec.shards`` this engine
-    holds. config: a `Config`; keyword arguments override single keys (``cpu_budget="8GiB"``).
+    holds. axes, rope: for codecs, the order of the axes in a stored page of each group ("kv head token dim", "": not
+    known) and how K was rotated (None: not, or not known), or one for all groups; see `lmkv.codec.Shape`. config: a
+    `Config`; keyword arguments override single keys (``cpu_budget="8GiB"``).
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Engine:
         weights: str,
         layout: str = "",
         shard: int = 0,
+        axes: str | Sequence[str] = "",
+        rope: Rope | Sequence[Rope | None] | None = None,
         config: Config | None = None,
         **overrides: Any,
     ) -> None:
@@ -72,7 +77,8 @@ class Engine:
         self.groups = range(len(spec.groups))
         self.threads = self.config.copy_threads or min(4, os.cpu_count() or 1)
         self.sizes = [chunk.container_bytes(spec, g) for g in self.groups]
-        self.storage = StorageManager(self.config, self.sizes)
+        known = Meanings.of({spec.geometry_id: meanings(spec, axes, rope)})
+        self.storage = StorageManager(self.config, self.sizes, known)
         self.counters = self.storage.stats
 
     # Keys and lookup.

@@ -44,11 +44,12 @@ class Entry:
     """A chunk: its place in the tree, where its parts are, and who needs them.
 
     masks[tier]: parts present; any: their union; sizes: stored bytes, see `size`;
-    pages[bit]: page mask of a part that holds only some pages; expires: unix seconds, 0 = never.
+    pages[bit]: page mask of a part that holds only some pages; lossy: parts in host memory that are not the exact
+    bytes; expires: unix seconds, 0 = never.
     """
 
     __slots__ = (
-        "alive", "any", "depth", "digest", "expires", "hits", "leases", "masks",
+        "alive", "any", "depth", "digest", "expires", "hits", "leases", "lossy", "masks",
         "pages", "parent", "pins", "queued", "scope", "sizes", "stamp", "tenant",
     )  # fmt: skip
 
@@ -56,7 +57,7 @@ class Entry:
         self.scope, self.tenant, self.digest = key.scope, key.tenant, key.digest
         self.parent, self.depth = key.parent, key.depth
         self.masks = (0,) * tiers
-        self.any = 0
+        self.any = self.lossy = 0
         self.sizes: dict[int, int] = {}  # ints only, so that the collector of garbage need not look at them
         self.pages: dict[int, int] | None = None
         self.stamp = 0
@@ -161,6 +162,7 @@ class Index:
         gone = entry.masks[tier] & (entry.masks[tier] if bit is None else bit)
         if not gone:
             return 0
+        entry.lossy &= -1 if tier else ~gone
         freed = 0
         for group, shard in parts_of(gone):
             freed += entry.sizes.pop(part_bit(group, shard) * MAX_TIERS + tier)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lmkv import chunk, codec
 from lmkv.arena import Slot
-from lmkv.backends.base import Read, Result, Status
+from lmkv.backends.base import SHORT, Read, Result, Status
+from lmkv.codec.base import Unknown
 from lmkv.errors import BadContainer
 from lmkv.index import Entry, part_bit
 from lmkv.keys import ChunkKey
@@ -84,6 +85,7 @@ class Loader:
                 while window and (not run or self._is_ready(window[0])):
                     ready = self._take(window.popleft(), deadline)
                     if isinstance(ready, str):
+                        self._pass_over(wanted[-len(window) - len(rest) - 1 :])
                         if run:
                             yield run
                         yield ready
@@ -93,6 +95,16 @@ class Loader:
         finally:
             for item in window:
                 self._leave(item)
+
+    def _pass_over(self, wanted: Sequence[Wanted]) -> None:
+        """Where the first of these turned out to be for other readers, the chunks behind it are taken to be so too: one
+        after the other, each lookup would find but one more."""
+        for tier in self.storage.tiers:
+            if reason := tier.refuses(wanted[0].key):
+                for each in wanted[1:]:
+                    if each.entry.size(tier.number, part_bit(each.key.group, each.key.shard)):
+                        tier.refuse(each.key, reason)
+                        self.storage.forget(each.entry, tier, each.key, delete=False)
 
     def _fill(self, window: deque[Ready | Load], rest: deque[Wanted]) -> str:
         """Move as much of ``rest`` into the window as may run ahead; returns why it stopped."""
@@ -134,7 +146,8 @@ class Loader:
                 if not tier.breaker.allows():
                     reason = f"{tier.name} is failing"
                     continue
-                slot = self.storage.room.alloc(nbytes)
+                # Encoded containers have all sizes: classes of their own would split memory up.
+                slot = self.storage.room.alloc(max(nbytes, wanted.raw_bytes))
                 if slot is None:
                     return "no slot"
                 load = self._loads[wanted.key] = Load(wanted, tier, nbytes, slot)
@@ -172,18 +185,25 @@ class Loader:
     def _admit(self, load: Load, result: Result) -> str:
         """Verify what was read, decode it, publish it in host memory. Returns the reason it is a miss, or ''."""
         if result.status is not Status.OK:
-            if result.status in (Status.MISSING, Status.CORRUPT):
+            if result.detail == SHORT:
+                self.storage.recount(load.entry, load.tier, load.key)
+            elif result.status in (Status.MISSING, Status.CORRUPT):
                 self.storage.forget(load.entry, load.tier, load.key, delete=result.status is Status.CORRUPT)
             return str(result.status.value)
         try:
             view = load.slot.view(result.nbytes)
             header = chunk.parse(view)
-            chunk.verify(view, header, load.key)
-            if header.raw_bytes != load.raw_bytes:
-                raise BadContainer("bounds", f"{header.raw_bytes} bytes decoded instead of {load.raw_bytes}")
+            if not result.verified:
+                chunk.verify(view, header, load.key)
+            decodes = header.codec != "raw" and self.storage.meanings is not None
+            nbytes = header.raw_bytes if decodes else header.total_bytes
+            if nbytes != load.raw_bytes:
+                raise BadContainer("bounds", f"{nbytes} bytes decoded instead of {load.raw_bytes}")
             if header.expires and header.expires <= time.time():
                 raise BadContainer("expired")
-            if header.codec != "raw":
+            if not load.tier.takes(header):
+                raise Unknown("lossy")
+            if decodes:
                 raw = self.storage.room.alloc(header.raw_bytes)
                 if raw is None:
                     return "no slot"
@@ -195,7 +215,10 @@ class Loader:
                 finally:
                     self.storage.arena.release(staging)
         except BadContainer as error:
-            self.storage.forget(load.entry, load.tier, load.key, delete=True)
+            others = isinstance(error, Unknown) or error.reason == "profile"  # a good one, to other readers
+            if others:
+                load.tier.refuse(load.key, error.reason)
+            self.storage.forget(load.entry, load.tier, load.key, delete=not others)
             return error.reason
         self.storage.promote(load.entry, load.key, load.slot, header)
         return ""

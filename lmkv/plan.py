@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from lmkv.index import Entry, part_bit
@@ -135,6 +136,9 @@ class Plan:
         return self.entries == other.entries
 
 
+_ANY, _EXPIRES = attrgetter("any"), attrgetter("expires")
+
+
 def _place(entry: Entry | None) -> int:
     if entry is None or entry.masks[0] == entry.any:
         return 0
@@ -146,21 +150,36 @@ def _place(entry: Entry | None) -> int:
     return 0
 
 
+def _usable(found: Sequence[Entry | None], growing: int, now: float) -> int:
+    """How many from the first on are there, with all parts that grow, and not expired."""
+    plain = None not in found and not any(map(_EXPIRES, found))
+    if plain and all(mask & growing == growing for mask in set(map(_ANY, found))):
+        return len(found)
+    for count, entry in enumerate(found):
+        if entry is None or entry.any & growing != growing or (entry.expires and entry.expires <= now):
+            return count
+    return len(found)
+
+
 def lookup(storage: StorageManager, scope: bytes, keys: ChunkKeys, need: Need) -> Plan:
     """The longest restorable prefix of ``keys``; changes nothing but what probing a tier adds to the index."""
     entries: list[Entry | None] = []
     reason = "end of prompt" if keys.chunks else "shorter than a chunk"
-    growing, now, probed = need.growing, time.time(), False
+    growing, now = need.growing, time.time()
+    probes = 2  # one, and one more where that one shows a server to have begun anew
     while len(entries) < keys.chunks:
-        for entry in map(storage.index.find(scope), keys.after(len(entries))):
-            if entry is None or entry.any & growing != growing or (entry.expires and entry.expires <= now):
-                break
-            entries.append(entry)
-        else:
+        found = list(map(storage.index.find(scope), keys.after(len(entries))))
+        usable = _usable(found, growing, now)
+        entries += found[:usable]
+        if usable == len(found):
             continue
-        if not probed:
-            probed = True
-            if storage.probe(scope, keys, len(entries), need):
+        entry = found[usable]
+        if probes > 0:
+            more = storage.probe(scope, keys, len(entries), need)
+            void = any(each is not None and each.any & growing != growing for each in entries)
+            probes -= 1 if void else 2
+            entries = [] if void else entries
+            if more or void:
                 continue
         if entry is not None and entry.expires and entry.expires <= now:
             storage.expire([entry])

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from lmkv.keys import ChunkKeys
 
 
+_REFUSED = {
+    "lossy": "chunk {} is lossy there, and codec = {!r} wants it more exact",
+    "codec": "chunk {} is there, in a codec that is not known here",
+    "profile": "chunk {} is there, but its codec's profile is not here",
+}
+
+
 class StoreHandle:
     """How a store went. Counts are containers (one a chunk, group and shard).
 
@@ -120,6 +127,11 @@ def explain(engine: Engine, keys: ChunkKeys) -> Explanation:
         held = [entry is not None and entry.masks[number] & bits == bits for entry in entries]
         run = held.index(False) if False in held else len(held)
         why = "the whole prompt" if run == len(held) else f"chunk {run} is not there"
+        if number and run < len(held):
+            part = keys.key(run, engine.scope.digest, 0, engine.shard)
+            tier = storage.tiers[number - 1]
+            if refused := tier.refuses(part):
+                why = _REFUSED[refused].format(run, tier.config.codec)
         if number and storage.tiers[number - 1].breaker.open:
             why += "; the tier is failing and is not asked"
         elif number and not storage.tiers[number - 1].scanned.is_set():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmkv.arena import Slot
-from lmkv.index import Entry, part_bit
+from lmkv.index import Entry
 from lmkv.keys import ChunkKey
 from lmkv.tier import Tier
 
@@ -20,6 +21,7 @@ class Room:
 
     def __init__(self, storage: StorageManager) -> None:
         self.storage = storage
+        self.expiring: list[Callable[[], None]] = [storage.leases.expire]  # called before anything is evicted
 
     def alloc(self, nbytes: int) -> Slot | None:
         """A slot, evicting from host memory as needed; None when everything left is in use."""
@@ -27,7 +29,8 @@ class Room:
         with storage.lock:
             slot = storage.arena.alloc(nbytes)
             if slot is None:
-                storage.leases.expire()
+                for expire in self.expiring:
+                    expire()
                 for entry in storage.index.victims(0, self._busy):
                     if self._must_write_first(entry):
                         continue
@@ -49,8 +52,7 @@ class Room:
             if writer.tier.config.admission != "on_eviction" or writer.tier.breaker.open:
                 continue
             for key in entry.keys(0):
-                absent = not entry.masks[writer.tier.number] & part_bit(key.group, key.shard)
-                if absent and (job := self.storage.job(entry, key)):
+                if not writer.settled(entry, key) and (job := self.storage.job(entry, key)):
                     waiting = bool(writer.offer([job])) or waiting
         return waiting
 
@@ -90,7 +92,8 @@ class Room:
         """Take leaves worth ``nbytes`` out of the index; returns the keys to delete."""
         keys: list[ChunkKey] = []
         if nbytes > 0 and not tier.evicts_elsewhere:
-            self.storage.leases.expire()
+            for expire in self.expiring:
+                expire()
             for entry in self.storage.index.victims(tier.number, lambda _: False):
                 keys += entry.keys(tier.number)
                 nbytes -= self.storage.index.remove(entry, tier.number)

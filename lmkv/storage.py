@@ -13,14 +13,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from lmkv import chunk
 from lmkv.arena import PAGE, Arena, Slot, slab_bytes
 from lmkv.backends.base import Found, Result, Status
 from lmkv.backends.cpu import CpuBackend
+from lmkv.codec import Meanings
 from lmkv.config import Config, memory_limit
-from lmkv.errors import BackendError, ConfigError
+from lmkv.errors import BackendError, ConfigError, LmkvError
 from lmkv.eviction import policy
 from lmkv.index import MAX_TIERS, Entry, Index, Watch, part_bit, parts_of
 from lmkv.keys import ChunkKey, ChunkKeys
@@ -38,13 +40,21 @@ _STORAGES: weakref.WeakSet[StorageManager] = weakref.WeakSet()
 
 class StorageManager:
     """Storage in this process. ``sizes``: container bytes of each group; a budget that cannot hold one refuses to
-    start. shared: host memory that other processes can map (`Arena`).
+    start. shared: host memory that other processes can map (`Arena`). meanings: of payload, for codecs; None: encoded
+    containers stay as they are, in host memory too.
     """
 
-    def __init__(self, config: Config, sizes: Sequence[int], *, shared: bool = False) -> None:
+    def __init__(
+        self, config: Config, sizes: Sequence[int], meanings: Meanings | None = None, *, shared: bool = False
+    ) -> None:
         self.config = config
         self.stats = Stats()
-        self.tiers = _open_tiers(config, max(sizes))
+        self.meanings = meanings
+        if config.origin("profiles") != "default":
+            from lmkv.codec import profile  # heavy, and seldom needed
+
+            profile.look_in([*config.profiles])
+        self.tiers = _open_tiers(config, max(sizes), meanings)
         self.names = ("cpu", *(tier.name for tier in self.tiers))
         try:
             self.index = Index(1 + len(self.tiers), policy(config.policy))
@@ -67,6 +77,8 @@ class StorageManager:
         self._reservations: dict[ChunkKey, Reservation] = {}
         self.chores = Workers("chores", 1)
         self.calls = Workers("calls", 2)
+        for tier in self.tiers:
+            tier.backend.on_reset = partial(self.reset, tier)
         for tier in (tier for tier in self.tiers if not tier.scanned.is_set()):
             threading.Thread(target=self.scan, args=(tier,), name=f"lmkv-{tier.name}-scan", daemon=True).start()
         _STORAGES.add(self)
@@ -91,6 +103,9 @@ class StorageManager:
 
     def lookup(self, scope: bytes, keys: ChunkKeys, need: Need) -> Plan:
         """The longest prefix restorable from any tiers."""
+        for tier in self.tiers:
+            if tier.backend.remote:
+                tier.backend.attend()
         return lookup(self, scope, keys, need)
 
     def probe(self, scope: bytes, keys: ChunkKeys, first: int, need: Need) -> bool:
@@ -114,11 +129,13 @@ class StorageManager:
         except Exception:
             tier.breaker.note(False)
             return False
+        if tier.breaker.open and any(sizes):
+            tier.breaker.note(True)  # this was the one try, and the reads that follow need not wait for the next
+        found = [(key, size) for key, size in zip(asked, sizes, strict=True) if size and not tier.refuses(key)]
         with self.lock:
-            for key, size in zip(asked, sizes, strict=True):
-                if size:
-                    self.index.add(key, tier.number, size, created=1)
-        return any(sizes)
+            for key, size in found:
+                self.index.add(key, tier.number, size, created=1)
+        return bool(found)
 
     def fetch(self, wanted: Sequence[Wanted], deadline: float) -> Generator[list[Ready] | str, None, None]:
         """Bring containers into host memory, in order; see `Loader.fetch`."""
@@ -214,6 +231,7 @@ class StorageManager:
             if result.status is Status.OK and job.entry.alive:
                 pages = (job.entry.pages or {}).get(part_bit(job.key.group, job.key.shard), 0)
                 self.index.add(job.key, tier.number, nbytes, pages=pages, expires=expires)
+                tier.replaced(job.key)
                 return "written"
         if result.status is Status.OK:
             tier.backend.delete([job.key])
@@ -239,12 +257,32 @@ class StorageManager:
         if delete:
             self.delete(tier, [key])
 
+    def reset(self, tier: Tier, lost: Callable[[Sequence[ChunkKey]], Sequence[bool]]) -> None:
+        """Nothing that is known of the ``lost`` keys of a tier is certain any more: forget it, and ask again."""
+        with self.lock:
+            held = [entry for entry in self.index.entries() if entry.masks[tier.number]]
+            for entry, gone in zip(held, lost([entry.key(0, 0) for entry in held]), strict=True):
+                if gone:
+                    self.index.remove(entry, tier.number)
+        self.stats.add(f"{tier.name}.resets")
+
+    def recount(self, entry: Entry, tier: Tier, key: ChunkKey) -> None:
+        """Somebody has replaced a container by a larger one: ask for its size."""
+        size = tier.contains([key])[0]
+        with self.lock:
+            if not size:
+                self.index.remove(entry, tier.number, part_bit(key.group, key.shard))
+            elif entry.alive:
+                self.index.add(key, tier.number, size)
+
     def promote(self, entry: Entry, key: ChunkKey, slot: Slot, header: chunk.Header) -> None:
         """Keep a loaded container in host memory, unless its chunk was cleared meanwhile."""
         with self.lock:
             if entry.alive and self.cpu.put(key, slot, header.total_bytes):
                 pages = 0 if header.page_mask == (1 << header.pages) - 1 else header.page_mask
                 self.index.add(key, 0, header.total_bytes, pages=pages, expires=header.expires)
+                if header.lossy and self.meanings is not None:
+                    entry.lossy |= part_bit(key.group, key.shard)
                 self.stats.add("promoted_chunks")
 
     def clear(self, match: Callable[[Entry], bool], tier: int | None = None, scope: bytes = b"") -> int:
@@ -381,19 +419,21 @@ def _slab_bytes(budget: int, sizes: Sequence[int], target: int) -> int:
     return slab if slab * classes <= budget else budget // classes // PAGE * PAGE
 
 
-def _open_tiers(config: Config, largest: int) -> list[Tier]:
+def _open_tiers(config: Config, largest: int, meanings: Meanings | None) -> list[Tier]:
     if len(config.tiers) >= MAX_TIERS:
         raise ConfigError("tiers", f"{len(config.tiers)} tiers; at most {MAX_TIERS - 1}")
     tiers: list[Tier] = []
     for number, each in enumerate(config.tiers, 1):
         scheme = each.url.partition(":")[0]
         same = sum(tier.url_scheme == scheme for tier in tiers)
-        tier = Tier(number, f"{scheme}-{same + 1}" if same else scheme, each)
-        if tier.budget is not None and tier.budget < largest:
-            for opened in [*tiers, tier]:
+        try:
+            tiers.append(tier := Tier(number, f"{scheme}-{same + 1}" if same else scheme, each, meanings))
+            if tier.budget is not None and tier.budget < largest:
+                raise _too_small(number, tier.budget, largest)
+        except LmkvError:
+            for opened in tiers:
                 opened.backend.close()
-            raise _too_small(number, tier.budget, largest)
-        tiers.append(tier)
+            raise
     return tiers
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmkv import backends, codec
-from lmkv.backends.base import Backend, Read, Result, Status, Write
+from lmkv import backends
+from lmkv.backends.base import SHORT, Backend, Read, Result, Status, Write
+from lmkv.chunk import Header
+from lmkv.codec import classes
+from lmkv.codec.shape import Meanings
 from lmkv.config import TierConfig
 from lmkv.keys import ChunkKey
 from lmkv.workers import Workers
@@ -17,6 +21,7 @@ FAILURES_TO_OPEN = 5
 COOL_DOWN = 5.0
 RESCAN = 60.0
 LATE = 0.5  # seconds of a lookup that found nothing
+REFUSED = 1 << 16  # keys remembered
 BROKEN = {Status.TIMEOUT, Status.ERROR}
 
 
@@ -52,12 +57,19 @@ class Breaker:
 
 
 class Tier:
-    """Number 0 is host memory and has no Tier; the first Tier is number 1, the fastest asked first."""
+    """Number 0 is host memory and has no Tier; the first Tier is number 1, the fastest asked first.
 
-    def __init__(self, number: int, name: str, config: TierConfig) -> None:
+    meanings: what is known of the payload, for the codec; None where containers are kept as they come, whatever their
+    codec. ConfigError: it is not enough for the codec that is set.
+    """
+
+    def __init__(self, number: int, name: str, config: TierConfig, meanings: Meanings | None) -> None:
         self.number, self.name, self.config = number, name, config
         self.url_scheme = config.url.partition(":")[0]
-        self.codec = codec.get(config.codec, config.level)
+        self.codec, self._limit = classes.choose(config, meanings, f"tiers.{number - 1}")
+        if meanings is None:
+            self._limit = math.inf
+        self._refused: dict[ChunkKey, tuple[float, str]] = {}
         self.backend: Backend = backends.open(config.url)
         self._free = self.backend.usage().free
         self.budget: int | None = None
@@ -77,6 +89,36 @@ class Tier:
         budget = self.config.budget
         if budget is not None and (budget.nbytes or self._free is not None):
             self.budget = budget.resolve((self._free or 0) + used)
+
+    def check(self, meanings: Meanings) -> None:
+        """ConfigError: the codec that is set by name has no use for any of that payload."""
+        if self.config.codec not in classes.BOUNDS:
+            classes.choose(self.config, meanings, f"tiers.{self.number - 1}")
+
+    @property
+    def takes_any(self) -> bool:
+        """Containers of any error are good here."""
+        return self._limit == math.inf
+
+    def takes(self, header: Header) -> bool:
+        """A container is as exact as this tier's codec promises."""
+        return not header.lossy or self.takes_any or classes.error(header) < self._limit
+
+    def refuse(self, key: ChunkKey, reason: str) -> None:
+        """Remember that the container there is for others (lossy, codec, profile), so that it is not found again at
+        once."""
+        if len(self._refused) >= REFUSED:
+            self._refused.clear()
+        self._refused[key] = time.monotonic() + RESCAN, reason
+
+    def replaced(self, key: ChunkKey) -> None:
+        """Another container is there now."""
+        self._refused.pop(key, None)
+
+    def refuses(self, key: ChunkKey) -> str:
+        """Why what this tier had under ``key`` less than a minute ago was of no use here, '' otherwise."""
+        until, reason = self._refused.get(key, (0.0, "")) if self._refused else (0.0, "")
+        return reason if until > time.monotonic() else ""
 
     @property
     def evicts_elsewhere(self) -> bool:
@@ -121,7 +163,7 @@ class Tier:
         except Exception as error:
             results = [Result(Status.ERROR, detail=repr(error))] * len(items)
         for result in results:
-            self.breaker.note(result.status not in BROKEN)
+            self.breaker.note(result.status not in BROKEN or result.detail == SHORT)
         if done := sum(each.nbytes for each in results if each.status is Status.OK):
             now, before = (time.monotonic() - started) / done, getattr(self, speed)
             setattr(self, speed, 0.8 * before + 0.2 * now if before else now)

@@ -187,7 +187,11 @@ class Writer:
                     outcomes[i] = "cleared"
                     continue
                 try:
-                    data, header = self._body(job, staged)
+                    header = chunk.parse(job.slot.view(job.nbytes))
+                    if not self.tier.takes(header):
+                        outcomes[i] = "lossy"
+                        continue
+                    data, header = self._body(job, header, staged)
                 except Exception as error:
                     outcomes[i] = f"failed ({type(error).__name__})"
                     continue
@@ -203,21 +207,32 @@ class Writer:
                 self.storage.arena.release(slot)
         return outcomes
 
-    def _body(self, job: Job, staged: list[Slot]) -> tuple[memoryview, chunk.Header]:
+    def _body(self, job: Job, header: chunk.Header, staged: list[Slot]) -> tuple[memoryview, chunk.Header]:
         """The bytes to write: encoded into a staging slot, or the sealed slot itself when that is not smaller."""
         view = job.slot.view(job.nbytes)
-        header = chunk.parse(view)
-        if self.tier.codec.name != "raw" and (slot := self.storage.arena.alloc(job.nbytes)):
+        meanings = self.storage.meanings
+        if self.tier.codec.name != "raw" and meanings and (slot := self.storage.arena.alloc(job.nbytes)):
             staged.append(slot)
             out = slot.view(job.nbytes)
-            encoded = codec.encode_container(view, header, self.tier.codec, out)
-            if encoded is not None:
+            try:
+                encoded = codec.encode_container(view, header, self.tier.codec, out, meanings.shape_of)
+            except Exception:  # a codec's fault, or a plug-in's: the chunk itself is good
+                self.storage.stats.add(f"{self.tier.name}.encode.failed")
+                encoded = None
+            if encoded is None:
+                self.storage.stats.add(f"{self.tier.name}.encode.raw")
+            else:
                 return out[: encoded.total_bytes], chunk.seal(out, encoded)
         return view, chunk.seal(view, header)
 
+    def settled(self, entry: Entry, key: ChunkKey) -> bool:
+        """The tier holds this part, or cannot take it as it is in host memory."""
+        bit = part_bit(key.group, key.shard)
+        return bool((entry.masks[self.tier.number] | (0 if self.tier.takes_any else entry.lossy)) & bit)
+
     def wants(self, entry: Entry, key: ChunkKey) -> bool:
         """Whether the tier's admission takes this part now."""
-        if entry.masks[self.tier.number] & part_bit(key.group, key.shard):
+        if self.settled(entry, key):
             return False
         admission = self.tier.config.admission
         return admission == "all" or (admission == "second_touch" and entry.hits > 1)

@@ -205,6 +205,15 @@ def test_bench_of_a_model_with_windows(lmkv: Any) -> None:
     assert figures(lmkv(*command, "--runs", 1, "--json"))["retrieve"]["median"] > 0
 
 
+@pytest.mark.parametrize(("codec", "layout", "most"), [("xpl", "LBHNC", 12), ("fp8", "HF", 8.2), ("kch", "LBNHC", 5)])
+def test_bench_of_a_codec_tells_what_a_value_takes(lmkv: Any, codec: str, layout: str, most: float) -> None:
+    command = ["bench", "--model", "smollm2-135m", "--layout", layout, "--tokens", 256, "--runs", 1, "--codec", codec]
+    found = figures(lmkv(*command, "--json"))
+    assert found["size"]["unit"] == "bits/value"
+    assert 1 < found["size"]["median"] < most
+    assert (found["store"]["of"], found["retrieve"]["of"]) == ("memcpy", "memcpy")
+
+
 def test_bench_of_a_disk_leaves_nothing(lmkv: Any, tmp_path: Path) -> None:
     command = ["bench", "--model", "smollm2-135m", "--tier", f"disk://{tmp_path}/d"]
     found = lmkv(*command, "--tokens", 256, "--runs", 1)

@@ -23,7 +23,7 @@ RESTORABLE = [name for name in MODELS if name != "qwen3_next"]
 
 def own_cache(model, batch=1, capacity=256, columns=0, source=None):
     """A cache of ours with NaN wherever nothing was written, or what ``source`` holds."""
-    shapes, device = probe(model)
+    shapes, device, _ = probe(model)
     buffers = Buffers(shapes, batch, capacity, device, staged=False)
     for index, pair in enumerate(buffers.layers):
         for buffer, name in zip(pair, ("keys", "values"), strict=True):
@@ -157,7 +157,7 @@ def test_layers_are_transformers_layers():
 
 class TestPool:
     def pool(self, **changes):
-        shapes, _ = probe(tiny("llama"))
+        shapes, _, _ = probe(tiny("llama"))
         return BufferPool(shapes, **{"step": 16, "device": CPU, "staged": False, **changes})
 
     def test_buffers_come_back_when_they_fit(self):

@@ -17,11 +17,13 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from lmkv.codec import Rope
 from lmkv.errors import BadInput
 from lmkv.fingerprint import fingerprint
 from lmkv.spec import Kind, KVSpec, LayerGroup
 
 from .buffers import CPU, Buffers, LayerShape
+from .rope import ropes
 from .weights import sampled_tensors
 
 # the name of the cache argument: past_key_values was renamed during transformers 5
@@ -29,6 +31,7 @@ _NAMES = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parame
 CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 
 SMALLEST_PAGE = 16
+AXES = "kv head token dim"  # of a page as `buffers.paged` lays it out
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,19 @@ class Geometry:
     device: torch.device
     spec: KVSpec
     weights: str
+    ropes: tuple[Rope | None, ...]
 
     @classmethod
     def of(cls, model: Any, chunk_tokens: int, weights_id: str | None) -> Geometry:
         """BadInput for models that cannot be restored exactly."""
         check_model(model)
-        shapes, device = probe(model)
+        shapes, device, keys = probe(model)
         spec = kv_spec(shapes, chunk_tokens)
         config = model.config.to_dict()
         weights = weights_id or fingerprint(sampled_tensors(model), config)
-        return cls(shapes, device, spec, weights)
+        turned = ropes(model, keys)
+        by_group = (dict.fromkeys(turned[layer] for layer in group.layers) for group in spec.groups)
+        return cls(shapes, device, spec, weights, tuple(next(iter(s)) if len(s) == 1 else None for s in by_group))
 
     @property
     def layout(self) -> str:
@@ -84,9 +90,9 @@ def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
     yield from (value for value in settings.values() if isinstance(value, Mapping))
 
 
-def probe(model: Any) -> tuple[list[LayerShape | None], torch.device]:
-    """What each layer caches (None: nothing), and on which device. BadInput when lmkv_hf cannot
-    restore it exactly."""
+def probe(model: Any) -> tuple[list[LayerShape | None], torch.device, list[torch.Tensor | None]]:
+    """What each layer caches (None: nothing), on which device, and the keys of one token twice.
+    BadInput when lmkv_hf cannot restore it exactly."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
@@ -98,10 +104,12 @@ def probe(model: Any) -> tuple[list[LayerShape | None], torch.device]:
     with torch.no_grad():
         model(input_ids=tokens, use_cache=True, **{CACHE: cache})
     shapes: list[LayerShape | None] = []
+    found: list[torch.Tensor | None] = []
     devices = set()
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, DummyLayer):
             shapes.append(None)
+            found.append(None)
             continue
         keys, values = layer.keys, layer.values
         if keys is None or keys.dim() != 4 or keys.shape[2] != 2:
@@ -109,11 +117,12 @@ def probe(model: Any) -> tuple[list[LayerShape | None], torch.device]:
         if keys.dtype != values.dtype or keys.shape[:3] != values.shape[:3]:
             raise BadInput(f"layer {index}: keys and values differ in dtype or heads")
         devices.add(keys.device)
+        found.append(keys)
         window = getattr(layer, "sliding_window", None)
         shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, window))
     if len(devices) != 1:
         raise BadInput(f"the layers' caches lie on {len(devices)} devices: lmkv_hf needs one")
-    return shapes, devices.pop()
+    return shapes, devices.pop(), found
 
 
 def kv_spec(shapes: Sequence[LayerShape | None], chunk_tokens: int) -> KVSpec:

@@ -26,7 +26,7 @@ from . import call as calls
 from .buffers import BufferPool, Buffers, paged
 from .cache import cache_over
 from .call import Call
-from .geometry import CACHE, Geometry
+from .geometry import AXES, CACHE, Geometry
 from .report import Report
 from .rows import Row, Tokens, alike, computed, join
 from .weights import active_adapters
@@ -43,7 +43,9 @@ def open_engine(model: PreTrainedModel, weights_id: str | None = None, **config:
 
 
 def _open(geometry: Geometry, settings: Config) -> Engine:
-    return Engine(geometry.spec, weights=geometry.weights, layout=geometry.layout, config=settings)
+    return Engine(
+        geometry.spec, weights=geometry.weights, layout=geometry.layout, axes=AXES, rope=geometry.ropes, config=settings
+    )
 
 
 class CachedModel:

@@ -148,6 +148,24 @@ def describe(
     return KVSpec(tuple(groups), plan.chunk_tokens, plan.shards), views, tuple(numbers)
 
 
+def axes(spec: KVSpec, views: Sequence[GroupView]) -> list[str]:
+    """For codecs, the order of the axes in a stored page of each group, as its strides say. "" where a page is not
+    plainly [head, token, K and V]. For pages of GPUs: CPU backends pack theirs by rules of their own."""
+    found = []
+    for group, view in zip(spec.groups, views, strict=True):
+        content = group.head_dim + (group.head_dim_v or 0)
+        box, inner = (group.kv_heads, group.page_tokens, content), "kv dim" if group.head_dim_v else "dim"
+        planes = {plane for layer in view.layers for plane in layer}
+        plain = all(len(layer) == 1 for layer in view.layers) and all(plane.shape == box for plane in planes)
+        names = "head", "token", inner
+        orders = {
+            " ".join(name for _, name in sorted(zip(plane.strides, names, strict=True), reverse=True))
+            for plane in (planes if plain else ())
+        }
+        found.append(orders.pop() if len(orders) == 1 else "")
+    return found
+
+
 def _planes(tensor: Any, blocks: int) -> tuple[Plane, ...]:
     """A layer's pages, one for each of vLLM's blocks; kernel blocks that split one are put together again."""
     tensors = tensor if isinstance(tensor, (list, tuple)) else [tensor]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lmkv import chunk
+from lmkv.codec import meanings
 from lmkv.errors import BadInput, LmkvError, Unavailable
 from lmkv.keys import NO_TENANT, ChunkKey
 from lmkv.pages import PagedKV
@@ -100,12 +101,14 @@ class Worker:
         threads = self.options.copy_threads or min(4, os.cpu_count() or 1)
         self.host = self.options.host("worker")
         self.sizes = tuple(chunk.container_bytes(self.spec, g) for g in range(len(self.spec.groups)))
+        first = next(iter(tensors.values()))
+        self.device = first[0] if isinstance(first, (list, tuple)) else first
+        axes = geometry.axes(self.spec, views) if self.device.is_cuda else ""
+        known = {self.spec.geometry_id: meanings(self.spec, axes)}
         try:
-            self.host.register(self.sizes)
+            self.host.register(self.sizes, meanings=known)
         except Unavailable as error:
             logger.warning("lmkv: no host service yet (%s): nothing is stored until there is one", error)
-        self.device = next(iter(tensors.values()))
-        self.device = self.device[0] if isinstance(self.device, (list, tuple)) else self.device
         if self.device.is_cuda:
             from lmkv.cuda import CudaPagedKV, PinnedMemory
 

@@ -12,12 +12,13 @@ from typing import Annotated
 import typer
 
 from lmkv import __version__
-from lmkv.cli import bench, cache, config, doctor, server
+from lmkv.cli import bench, cache, codec, config, doctor, server
 from lmkv.errors import LmkvError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config.app, name="config")
 app.add_typer(cache.app, name="cache")
+app.add_typer(codec.app, name="codec")
 app.command()(doctor.doctor)
 app.command()(bench.bench)
 app.command()(server.server)

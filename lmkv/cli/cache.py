@@ -11,14 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich import print_json
 
+from lmkv.cli import recode
 from lmkv.cli.output import Json, emit, human, track
 from lmkv.cli.store import Object, alone, oldest, scan, useless
 from lmkv.errors import BadContainer, ConfigError
 from lmkv.units import parse_bytes
 
-app = typer.Typer(no_args_is_help=True, help="What a disk tier holds: ls, du, show, verify, gc.")
+app = typer.Typer(no_args_is_help=True, help="What a disk tier holds: ls, du, show, verify, gc, recode.")
+app.command()(recode.recode)
 
-Place = Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="A disk tier's folder, or its URL.")]
+Place = recode.Place
 
 
 def _describe(each: Object) -> dict[str, Any]:

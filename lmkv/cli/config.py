@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from lmkv import codec, eviction
+from lmkv import eviction
 from lmkv.cli.output import Json, emit
+from lmkv.codec import classes
 from lmkv.config import Config, markdown
 from lmkv.errors import ConfigError, nearest
 
@@ -22,7 +23,7 @@ def check_names(config: Config) -> Config:
     """``config`` when its policy, codecs and backends exist here. ConfigError names the nearest."""
     eviction.policy(config.policy)
     for index, tier in enumerate(config.tiers):
-        codec.get(tier.codec, tier.level)
+        classes.choose(tier, key=f"tiers.{index}")
         scheme, known = tier.url.partition(":")[0], entry_points(group="lmkv.backends").names
         if scheme not in known:
             raise ConfigError(f"tiers.{index}.url", f"no backend {scheme!r}{nearest(scheme, known)}")

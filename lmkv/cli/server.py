@@ -27,6 +27,9 @@ def server(
     tls_client_ca: Annotated[
         str | None, typer.Option(metavar="FILE", help="They must have a certificate of this authority.")
     ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve counters to Prometheus; PORT alone: on loopback.")
+    ] = None,
     linger: Annotated[
         str | None, typer.Option(metavar="TIME", help="End so long after the last client; else never.")
     ] = None,
@@ -43,7 +46,7 @@ def server(
         if linger is not None:
             loaded = loaded.override(linger=linger)
         over = {"listen": listen, "token_file": token_file, "tls_cert": tls_cert, "tls_key": tls_key}
-        over["tls_client_ca"] = tls_client_ca
+        over |= {"tls_client_ca": tls_client_ca, "metrics": metrics}
         given = {f"server_{name}": value for name, value in over.items() if value}
         loaded = loaded.override(**given) if given else loaded
         path = None if loaded.server.listen and not socket else election.socket_path(socket)

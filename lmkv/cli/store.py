@@ -27,7 +27,7 @@ class Object(NamedTuple):
 
     def header(self) -> chunk.Header:
         """Its header, whoever's it is. BadContainer when there is none."""
-        return chunk.parse(self._read(chunk.HEADER_BYTES))
+        return chunk.parse(self.read(chunk.HEADER_BYTES))
 
     def expired(self) -> bool:
         """Its time is over."""
@@ -38,13 +38,14 @@ class Object(NamedTuple):
     def fault(self) -> str:
         """Why it is bad, empty when it is not: all of it is read, header, identity and checksums are checked."""
         try:
-            view = self._read()
+            view = self.read()
             chunk.verify(view, chunk.parse(view, self.key))
         except BadContainer as error:
             return "" if error.reason == "missing" else str(error)  # evicted since it was listed
         return ""
 
-    def _read(self, nbytes: int = -1) -> memoryview:
+    def read(self, nbytes: int = -1) -> memoryview:
+        """Its bytes, or the first of them. BadContainer: missing, unreadable."""
         try:
             with open(self.file, "rb") as stream:
                 return memoryview(stream.read(nbytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lmkv.codec.base import Codec
+from lmkv.codec.shape import Shape
 from lmkv.errors import BadContainer, ConfigError
 
 
@@ -16,7 +17,7 @@ class Raw(Codec):
             raise ConfigError("level", "the codec raw has no levels: leave it out")
         super().__init__(0)
 
-    def encode(self, src: memoryview, dst: memoryview) -> int:
+    def encode(self, src: memoryview, dst: memoryview, shape: Shape | None = None) -> int:
         if len(src) > len(dst):
             return 0
         dst[: len(src)] = src

@@ -7,6 +7,7 @@ import threading
 import zstandard
 
 from lmkv.codec.base import Codec
+from lmkv.codec.shape import Shape
 from lmkv.errors import BadContainer, ConfigError
 
 DEFAULT_LEVEL = 1
@@ -25,7 +26,7 @@ class Zstd(Codec):
         super().__init__(level)
         self._own = threading.local()  # a context serves one thread at a time, and costs megabytes
 
-    def encode(self, src: memoryview, dst: memoryview) -> int:
+    def encode(self, src: memoryview, dst: memoryview, shape: Shape | None = None) -> int:
         try:
             compressor = self._own.compressor
         except AttributeError:

@@ -42,5 +42,6 @@ void test_plan_validation();
 void test_hashes();
 void test_memory();
 void test_pool();
+void test_rans();
 void test_files();
 void test_refusing_file_systems();

@@ -6,6 +6,7 @@ int main() {
     test_plan_validation();
     test_memory();
     test_pool();
+    test_rans();
     test_files();
     test_refusing_file_systems();
     std::printf("lmkv native tests: %d checks, %d failures\n", checks, failures);

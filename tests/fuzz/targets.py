@@ -48,6 +48,20 @@ def sealed(data: bytes) -> None:
     header(bytes(page) + data[chunk.HEADER_BYTES :])
 
 
+def streams(data: bytes) -> None:
+    """A stream of the codec that the first byte names, decoded to as many bytes as the next two say."""
+    if len(data) > 3:
+        nbytes = int.from_bytes(data[1:3], "little")
+        room = bytearray(nbytes + 64)
+        with suppress(BadContainer):
+            _codec(CODECS[data[0] % len(CODECS)]).decode(memoryview(data)[3:], memoryview(room)[32 : 32 + nbytes])
+        assert not any(room[:32] + room[32 + nbytes :]), "written beyond the part"
+
+
+CODECS = ("zstd", "xpl", "fp8", "q8", "cachegen", "kch")
+_codec = functools.cache(codec.get)
+
+
 def key(data: bytes) -> None:
     """A key's text, as a file or an object may be named; what parses prints the same again."""
     text = data.decode("utf-8", "surrogateescape")
@@ -128,5 +142,5 @@ def server(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    each.__name__: each for each in (header, sealed, key, frames, resp, server)
+    each.__name__: each for each in (header, sealed, streams, key, frames, resp, server)
 }

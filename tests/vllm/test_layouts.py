@@ -21,10 +21,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmkv import _native, chunk
+from lmkv.codec import Meanings, meanings, split
 from lmkv.keys import ChunkKey
 from lmkv.pages import PagedKV
 from lmkv.rows import PageRows
-from lmkv_vllm.geometry import Plan, describe
+from lmkv_vllm.geometry import Plan, axes, describe
 
 LAYOUTS = [layout.name for layout in KVCacheLayout]
 BLOCKS = 13
@@ -82,8 +83,8 @@ class Cache:
         self.bytes = torch.frombuffer(_native.memory(self.raw.data_ptr(), self.raw.nbytes()), dtype=torch.uint8)
         self.bytes.copy_(torch.randint(256, self.bytes.shape, dtype=torch.uint8, generator=seeded(seed)))
         self.plan = Plan.of(config, self.config, 2 * block)
-        self.spec, planes, self.places = describe(self.plan, self.config, self.tensors)
-        self.pages = PagedKV(self.spec, planes, keep=self.tensors)
+        self.spec, self.planes, self.places = describe(self.plan, self.config, self.tensors)
+        self.pages = PagedKV(self.spec, self.planes, keep=self.tensors)
 
     def layers(self, group: int) -> list[torch.Tensor]:
         """A stored group's layers as [block, ...] bytes."""
@@ -158,6 +159,38 @@ def test_layouts_that_order_heads_and_tokens_differently_are_told_apart() -> Non
     text = {layout: Cache(CASES["full"], layout).pages.layout for layout in LAYOUTS}
     assert text["LBHNC"] == text["BLHNC"] == text["BHLNC"] == text["LHBNC"]
     assert text["LBNHC"] == text["BLNHC"] != text["LBHNC"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["full", "other V width", "fp8 torch dtype", "MLA"])
+def test_codecs_are_told_the_order_of_the_axes(name: str, layout: str) -> None:
+    """K and V of a stored chunk, by the axes that were told, are those of vLLM's [block, head, token, K and V]."""
+    if layout in CASES[name].never:
+        pytest.skip("vLLM has no such pages")
+    cache = Cache(CASES[name], layout)
+    known = Meanings.of({cache.spec.geometry_id: meanings(cache.spec, axes(cache.spec, cache.planes))})
+    key, slot = (
+        ChunkKey(bytes(16), bytes(8), bytes(32), bytes(8), 0, 0, 0),
+        Memory(chunk.container_bytes(cache.spec, 0)),
+    )
+    given = ids(cache, 1, 1)
+    PageRows(cache.spec, cache.pages, given, 0, cache.spec.chunk_tokens).fill([(key, slot)])
+    view = _native.memory(slot.address, chunk.container_bytes(cache.spec, 0))
+    header = chunk.parse(view)
+    (part,) = header.parts
+    shape = known.shape_of(header, part)
+    assert shape is not None
+    keys, values = split(view[part.offset : part.offset + part.raw], shape)
+    for n, tensor in enumerate(cache.tensors.values()):
+        pages = tensor[torch.from_numpy(given[0])].transpose(1, 2).contiguous().view(torch.uint8).numpy()
+        found = np.concatenate([keys[n], values[n]], -1)
+        np.testing.assert_array_equal(np.ascontiguousarray(found).view(np.uint8), pages)
+
+
+def test_pages_of_another_make_have_no_axes() -> None:
+    for case, layout in (("kernel split", "LBHNC"), ("scales, padded", "LBHNC")):
+        cache = Cache(CASES[case], layout)
+        assert axes(cache.spec, cache.planes) == [""]
 
 
 def test_a_kernel_split_is_told_apart() -> None:

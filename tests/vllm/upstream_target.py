@@ -48,7 +48,7 @@ class Answers:
         self._local: dict[str, int] = {}
         self._waiting: dict[str, tuple[Query, Future[Answer]]] = {}
 
-    def register(self, sizes: Any, timeout: float = 0) -> None:
+    def register(self, sizes: Any, timeout: float = 0, meanings: Any = None) -> None:
         """Nothing to register with."""
 
     def lookup_later(self, query: Query) -> Future[Answer]:

@@ -185,7 +185,7 @@ class FakeHost:
         self.available, self.closed = False, False
         self.sizes: set[int] = set()
 
-    def register(self, sizes: Sequence[int], timeout: float = 20.0) -> None:
+    def register(self, sizes: Sequence[int], timeout: float = 20.0, meanings: object = None) -> None:
         self.sizes |= set(sizes)
         self.tiers, self.available = self.service.tiers, True
 
