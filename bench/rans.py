@@ -3,7 +3,7 @@
     python bench/rans.py --mib 32 --rounds 9
 
 A symbol counts as the two bytes of the bfloat16 value that it stands for. Symbols are drawn from the tables of
-quantised coefficients, 2.5 bits on average; zstd's fastest level has the same symbols. Each round times every step
+quantised coefficients, 1.8 bits on average; zstd's fastest level has the same symbols. Each round times every step
 once, memcpy among them, and ratios are of one round: median [lowest, highest]. Times are the thread's CPU time, which a
 busy machine disturbs less.
 """
