@@ -22,16 +22,16 @@ from lmkv.backends.base import Found, Result, Status
 from lmkv.backends.cpu import CpuBackend
 from lmkv.codec import Meanings
 from lmkv.config import Config, memory_limit
-from lmkv.errors import BackendError, ConfigError, LmkvError
+from lmkv.errors import BackendError, ConfigError
 from lmkv.eviction import policy
-from lmkv.index import MAX_TIERS, Entry, Index, Watch, part_bit, parts_of
+from lmkv.index import Entry, Index, Watch, part_bit, parts_of
 from lmkv.keys import ChunkKey, ChunkKeys
 from lmkv.leases import LeaseTable, Reservation
 from lmkv.loads import Loader, Ready, Wanted
 from lmkv.plan import Need, Plan, lookup
 from lmkv.room import Room
 from lmkv.stats import Stats
-from lmkv.tier import Tier
+from lmkv.tier import Tier, open_tiers
 from lmkv.workers import Workers
 from lmkv.writer import Job, Tally, Writer
 
@@ -54,7 +54,7 @@ class StorageManager:
             from lmkv.codec import profile  # heavy, and seldom needed
 
             profile.look_in([*config.profiles])
-        self.tiers = _open_tiers(config, max(sizes), meanings)
+        self.tiers = open_tiers(config, max(sizes), meanings)
         self.names = ("cpu", *(tier.name for tier in self.tiers))
         try:
             self.index = Index(1 + len(self.tiers), policy(config.policy))
@@ -92,8 +92,7 @@ class StorageManager:
         """Take containers of more sizes. ConfigError names what must be set for them at the next start."""
         largest = max(sizes)
         for tier in self.tiers:
-            if tier.budget is not None and tier.budget < largest:
-                raise _too_small(tier.number, tier.budget, largest)
+            tier.check_budget(largest)
         if not self.arena.add_exact(sizes):
             if largest > self.config.cpu.slab:
                 raise ConfigError("cpu.slab", f"{self.config.cpu.slab} bytes cannot hold a chunk of {largest}")
@@ -417,28 +416,6 @@ def _slab_bytes(budget: int, sizes: Sequence[int], target: int) -> int:
         raise ConfigError("cpu.budget", f"{budget} bytes cannot hold one chunk; needs at least {needed}")
     slab = slab_bytes(largest, min(target, budget // (4 * classes)))
     return slab if slab * classes <= budget else budget // classes // PAGE * PAGE
-
-
-def _open_tiers(config: Config, largest: int, meanings: Meanings | None) -> list[Tier]:
-    if len(config.tiers) >= MAX_TIERS:
-        raise ConfigError("tiers", f"{len(config.tiers)} tiers; at most {MAX_TIERS - 1}")
-    tiers: list[Tier] = []
-    for number, each in enumerate(config.tiers, 1):
-        scheme = each.url.partition(":")[0]
-        same = sum(tier.url_scheme == scheme for tier in tiers)
-        try:
-            tiers.append(tier := Tier(number, f"{scheme}-{same + 1}" if same else scheme, each, meanings))
-            if tier.budget is not None and tier.budget < largest:
-                raise _too_small(number, tier.budget, largest)
-        except LmkvError:
-            for opened in tiers:
-                opened.backend.close()
-            raise
-    return tiers
-
-
-def _too_small(number: int, budget: int, largest: int) -> ConfigError:
-    return ConfigError(f"tiers.{number - 1}.budget", f"{budget} bytes cannot hold one chunk; needs at least {largest}")
 
 
 def _after_fork() -> None:

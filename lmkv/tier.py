@@ -13,7 +13,9 @@ from lmkv.backends.base import SHORT, Backend, Read, Result, Status, Write
 from lmkv.chunk import Header
 from lmkv.codec import classes
 from lmkv.codec.shape import Meanings
-from lmkv.config import TierConfig
+from lmkv.config import Config, TierConfig
+from lmkv.errors import ConfigError, LmkvError
+from lmkv.index import MAX_TIERS
 from lmkv.keys import ChunkKey
 from lmkv.workers import Workers
 
@@ -94,6 +96,12 @@ class Tier:
         """ConfigError: the codec that is set by name has no use for any of that payload."""
         if self.config.codec not in classes.BOUNDS:
             classes.choose(self.config, meanings, f"tiers.{self.number - 1}")
+
+    def check_budget(self, largest: int) -> None:
+        """ConfigError: it cannot hold one container of ``largest`` bytes."""
+        if self.budget is not None and self.budget < largest:
+            key = f"tiers.{self.number - 1}.budget"
+            raise ConfigError(key, f"{self.budget} bytes cannot hold one chunk; needs at least {largest}")
 
     @property
     def takes_any(self) -> bool:
@@ -185,3 +193,21 @@ class Tier:
         """The backend's own word and the breaker's state."""
         own = self.backend.health()
         return {"ok": own.ok and not self.breaker.open, "detail": own.detail, "breaker_open": self.breaker.open}
+
+
+def open_tiers(config: Config, largest: int, meanings: Meanings | None) -> list[Tier]:
+    """All tiers of a configuration, or none. ConfigError: one cannot be opened, or cannot hold ``largest`` bytes."""
+    if len(config.tiers) >= MAX_TIERS:
+        raise ConfigError("tiers", f"{len(config.tiers)} tiers; at most {MAX_TIERS - 1}")
+    tiers: list[Tier] = []
+    for number, each in enumerate(config.tiers, 1):
+        scheme = each.url.partition(":")[0]
+        same = sum(tier.url_scheme == scheme for tier in tiers)
+        try:
+            tiers.append(Tier(number, f"{scheme}-{same + 1}" if same else scheme, each, meanings))
+            tiers[-1].check_budget(largest)
+        except LmkvError:
+            for opened in tiers:
+                opened.backend.close()
+            raise
+    return tiers
