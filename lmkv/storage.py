@@ -244,10 +244,21 @@ class StorageManager:
     def delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
         """Delete from a lower tier what the index has forgotten already."""
         if keys:
+            self._not_there(tier, keys)
             try:
                 tier.backend.delete(keys)
             except Exception:
                 self.stats.add(f"{tier.name}.delete.failed", len(keys))
+
+    def _not_there(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
+        """A scan under way may have seen these just before: it must not bring them back."""
+        with self.lock:
+            if tier.gone is None:
+                return
+            tier.gone.update(keys)
+            for key in keys:
+                if entry := self.index.get(key):
+                    self.index.remove(entry, tier.number, part_bit(key.group, key.shard))
 
     def forget(self, entry: Entry, tier: Tier, key: ChunkKey, *, delete: bool) -> None:
         """A tier turned out not to hold a good copy of one part."""
@@ -332,6 +343,7 @@ class StorageManager:
 
     def scan(self, tier: Tier) -> None:
         """Fill the index with what a tier already holds; then settle and enforce its budget."""
+        tier.gone = set()
         try:
             for batch in tier.backend.scan():
                 if self.closing:
@@ -341,6 +353,7 @@ class StorageManager:
             self.stats.add(f"{tier.name}.scan.failed")
             tier.breaker.note(False)
         with self.lock:
+            tier.gone = None
             if not tier.scanned.is_set():
                 tier.settle(self.index.used[tier.number])
         self.room.shrink(tier, 0)
@@ -348,7 +361,8 @@ class StorageManager:
 
     def _scanned(self, tier: Tier, batch: list[Found]) -> None:
         with self.lock:
-            for found in batch:
+            gone = tier.gone or ()
+            for found in (each for each in batch if each.key not in gone):
                 self.index.add(found.key, tier.number, found.nbytes, created=max(1, int(found.created)))
         self.stats.add("scanned_objects", len(batch))
 

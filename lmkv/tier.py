@@ -80,6 +80,7 @@ class Tier:
         self.breaker = Breaker()
         self.readers = Workers(f"{name}-read", config.readers)
         self.scanned = threading.Event()
+        self.gone: set[ChunkKey] | None = None  # deleted while a scan is under way
         if self.backend.remote:
             self.scanned.set()  # it is asked, never listed
         self._rescan_at = time.monotonic() + RESCAN

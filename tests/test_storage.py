@@ -13,7 +13,8 @@ from memory import CHUNK, Memory, spec
 from test_engine import TOKENS, disk, open_engine
 
 from lmkv import BackendError, Engine
-from lmkv.backends.base import Result, Status
+from lmkv.backends.base import Found, Result, Status
+from lmkv.backends.disk import DiskBackend
 from lmkv.leases import Reservation
 from lmkv.testing import Fault, FaultyBackend, Gate
 from lmkv.writer import Tally
@@ -134,6 +135,33 @@ def test_a_scan_that_fails_leaves_a_tier_that_works(
         assert engine.flush(10).written == {"disk": 10}
         assert engine.clear(everything=True) == 10
         assert engine.stats()["disk.scan.failed"] == 1
+
+
+def test_a_scan_does_not_bring_back_what_was_deleted_meanwhile(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        stored_on_disk_only(engine, memory)
+        digest = engine.keys(TOKENS).digest(4).hex()
+    (path,) = (each for each in tmp_path.rglob("*") if digest in each.name)
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    real, listed, go_on = DiskBackend.scan, threading.Event(), threading.Event()
+
+    def scan(self: DiskBackend) -> Iterator[list[Found]]:
+        found = [each for batch in real(self) for each in batch]
+        listed.set()
+        assert go_on.wait(10)
+        yield found
+
+    monkeypatch.setattr(DiskBackend, "scan", scan)
+    with open_engine(memory, tiers=disk(tmp_path)) as engine:
+        assert listed.wait(10)
+        assert engine.retrieve(TOKENS, memory.pages, memory.ids(160)).reason == "checksum"
+        go_on.set()
+        assert engine.storage.tiers[0].scanned.wait(10)
+        assert not path.exists()
+        assert engine.lookup(TOKENS).tokens == 4 * CHUNK
+        assert engine.storage.index.objects[1] == 9
 
 
 def test_a_backend_that_answers_too_little_is_a_miss(memory: Memory, tmp_path: Path) -> None:
