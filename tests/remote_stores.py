@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cache_servers
 import redis_servers
@@ -156,7 +156,7 @@ class S3(Store):
         return len(names)
 
 
-class Scripted(Store):
+class Scripted:
     """S3 as a test tells it to be: moto is never full, and takes any key."""
 
     def __init__(self) -> None:
@@ -169,22 +169,12 @@ class Scripted(Store):
         refusal = s3_servers.Answer(status, code)
         self.server.script = lambda asked, _: refusal if status != 200 and method in ("", asked) else None
 
-    def up(self) -> None:
-        raise NotImplementedError
-
-    down = up
-
-    def signal(self, number: signal.Signals) -> None:
-        raise NotImplementedError
-
-    def flip(self) -> int:
-        raise NotImplementedError
-
     def end(self) -> None:
         self.server.stop()
 
 
 NAMES = ("lmkv", "valkey", "s3")
+Ending = TypeVar("Ending", Cache, Valkey, S3, Scripted, Store)
 
 
 @contextmanager
@@ -196,7 +186,7 @@ def running(name: str, folder: Path) -> Iterator[Store]:
 
 
 @contextmanager
-def ending(store: Store) -> Iterator[Store]:
+def ending(store: Ending) -> Iterator[Ending]:
     try:
         yield store
     finally:

@@ -29,7 +29,7 @@ SMALL = 18  # containers that the server of the fault "full" has room for, of wh
 class Case:
     """One store and one fault. url: of the tier for the client. lost: after the fault the store is empty."""
 
-    store: Store
+    store: Store | Scripted
     url: str
     direct: str  # the same without proxy, and never refused: for whoever fills it
     memory: Memory = field(default_factory=new_memory)
@@ -169,7 +169,7 @@ def opened(fault: str, name: str, folder: Path, **options: str) -> Iterator[Open
 
 
 def _full(name: str, folder: Path, stack: ExitStack) -> Opened:
-    store: Store
+    store: Store | Scripted
     if name == "lmkv":
         store = Cache(folder, disk=False, cpu_budget="3MiB", cpu_slab="1MiB")
 
@@ -201,7 +201,7 @@ def _wrong(name: str, folder: Path, stack: ExitStack) -> Opened:
     secret = folder / "secret"
     secret.write_text("right\n")
     (folder / "server").write_text("right\n")
-    store: Store
+    store: Store | Scripted
     if name == "s3":
         scripted = Scripted()
         stack.enter_context(ending(scripted))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
@@ -19,16 +18,6 @@ from lmkv.errors import BadContainer, ConfigError
 AXES = [" ".join(order) for order in permutations(["kv", "token", "head", "dim"])]
 PACKED = Shape("bfloat16", 1, 1, 1, 1, 1, 1, "")
 EVERY_LEVEL = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once for every vector level of this machine."""
-    if native.limit_simd(request.param) != request.param:
-        native.limit_simd("avx512")
-        pytest.skip("not on this machine")
-    yield request.param
-    native.limit_simd("avx512")
 
 
 def encode(raw: bytes, shape: Shape, room: int | None = None) -> bytes:

@@ -25,9 +25,10 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ or clang+
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_nvcc_compiles_the_kernel_without_spills(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", sorted(SOURCE.parent.glob("*.cu")), ids=lambda source: source.stem)
+def test_nvcc_compiles_each_kernel_without_spills(source: Path, architecture: str, tmp_path: Path) -> None:
     command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "-Werror=all-warnings"]
-    command += ["-Xptxas", "-v", str(SOURCE), "-o", str(tmp_path / "copy_pages.cubin")]
+    command += ["-Xptxas", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,16 +12,6 @@ from lmkv.codec.klt_reference import cos_sin, rotate, to_bfloat16, transform
 from lmkv.codec.shape import Rope
 
 EVERY_LEVEL = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once for every vector level of this machine."""
-    if native.limit_simd(request.param) != request.param:
-        native.limit_simd("avx512")
-        pytest.skip("not on this machine")
-    yield request.param
-    native.limit_simd("avx512")
 
 
 @EVERY_LEVEL

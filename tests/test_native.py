@@ -33,16 +33,6 @@ UNTIMED = settings(deadline=None)
 EVERY_LEVEL = settings(UNTIMED, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once for every vector level of this machine."""
-    if native.limit_simd(request.param) != request.param:
-        native.limit_simd("avx512")
-        pytest.skip("not on this machine")
-    yield request.param
-    native.limit_simd("avx512")
-
-
 @pytest.fixture
 def slab() -> Iterator[native.Slab]:
     memory = native.Slab(4 * MIB)

@@ -18,16 +18,6 @@ GOLDEN = Path(__file__).parent / "data" / "rans_v1.txt"
 EVERY_LEVEL = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once for every vector level of this machine."""
-    if native.limit_simd(request.param) != request.param:
-        native.limit_simd("avx512")
-        pytest.skip("not on this machine")
-    yield request.param
-    native.limit_simd("avx512")
-
-
 class Case(NamedTuple):
     symbols: np.ndarray[Any, np.dtype[np.uint8]]
     tables: np.ndarray[Any, np.dtype[np.uint16]]

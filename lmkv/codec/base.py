@@ -60,6 +60,16 @@ class Codec(ABC):
         """
 
 
+def checked_level(codec: str, level: int | None, default: int, levels: int, profile: str) -> int:
+    """The level of a codec that has so many, 0 the finest, and no profiles. ConfigError: it is none, or one is set."""
+    if profile:
+        raise ConfigError("profile", f"the codec {codec} has no profiles: leave it out")
+    level = default if level is None else level
+    if not 0 <= level < levels:
+        raise ConfigError("level", f"{codec} levels go from 0 to {levels - 1}, not {level}")
+    return level
+
+
 @cache
 def _known() -> dict[str, EntryPoint]:
     # The built-in ones come last and win; they also work where lmkv runs uninstalled.

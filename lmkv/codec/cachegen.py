@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.codec import channels, coefficients, head
-from lmkv.codec.base import Codec
+from lmkv.codec.base import Codec, checked_level
 from lmkv.codec.floats import F32, WIDE
 from lmkv.codec.shape import Shape
-from lmkv.errors import BadContainer, ConfigError
+from lmkv.errors import BadContainer
 
 MAGIC = b"cgn\x01"
 GROUP = 10
@@ -47,12 +47,7 @@ class CacheGen(Codec):
     needs: Literal["bytes", "dtype", "geometry"] = "geometry"
 
     def __init__(self, level: int | None = None, profile: str = "") -> None:
-        level = DEFAULT if level is None else level
-        if profile:
-            raise ConfigError("profile", "the codec cachegen has no profiles: leave it out")
-        if not 0 <= level < len(SCALES):
-            raise ConfigError("level", f"cachegen levels go from 0 to {len(SCALES) - 1}, not {level}")
-        super().__init__(level)
+        super().__init__(checked_level(self.name, level, DEFAULT, len(SCALES), profile))
 
     def encode(self, src: memoryview, dst: memoryview, shape: Shape | None = None) -> int:
         x = channels.read(src, shape, None)

@@ -17,10 +17,10 @@ from typing import Literal
 import numpy as np
 
 from lmkv.codec import channels, coefficients, head
-from lmkv.codec.base import Codec
+from lmkv.codec.base import Codec, checked_level
 from lmkv.codec.floats import F32, WIDE
 from lmkv.codec.shape import Shape
-from lmkv.errors import BadContainer, ConfigError
+from lmkv.errors import BadContainer
 
 MAGIC = b"kch\x01"
 STEPS = (0.06, 0.125, 0.25, 0.35, 0.5, 0.7, 1.0)  # of each level, in root mean squares
@@ -37,12 +37,7 @@ class Kch(Codec):
     needs: Literal["bytes", "dtype", "geometry"] = "geometry"
 
     def __init__(self, level: int | None = None, profile: str = "") -> None:
-        level = DEFAULT if level is None else level
-        if profile:
-            raise ConfigError("profile", "the codec kch has no profiles: leave it out")
-        if not 0 <= level < len(STEPS):
-            raise ConfigError("level", f"kch levels go from 0 to {len(STEPS) - 1}, not {level}")
-        super().__init__(level)
+        super().__init__(checked_level(self.name, level, DEFAULT, len(STEPS), profile))
 
     def encode(self, src: memoryview, dst: memoryview, shape: Shape | None = None) -> int:
         if shape is not None and shape.rope:
