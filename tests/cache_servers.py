@@ -149,10 +149,13 @@ class Proxy:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                far = socket.socket()
+                far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)  # what is held stays with the server
                 try:
-                    far = socket.create_connection(("127.0.0.1", self.server.port))
+                    far.connect(("127.0.0.1", self.server.port))
                 except ConnectionRefusedError:
                     near.close()
+                    far.close()
                     continue
                 self._open += [near, far]
                 for source, target, to in ((near, far, "server"), (far, near, "client")):

@@ -119,12 +119,17 @@ class Catalog(Watch):
         tier = next((tier for tier, mask in enumerate(entry.masks) if mask & bit), 0)
         return Place(entry, name, tier, entry.size(tier, bit))
 
-    def contains(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Bytes of each, 0 where it cannot be had. Tiers that may hold more than the index knows are asked."""
+    def locate(self, keys: Sequence[ChunkKey]) -> list[Place | None]:
+        """`find` for each. Tiers that may hold more than the index knows (a scan is under way) are asked."""
         places = [self.find(key) for key in keys]
         missing = [key for key, place in zip(keys, places, strict=True) if place is None]
         if missing and self._probe(missing):
             places = [place or self.find(key) for key, place in zip(keys, places, strict=True)]
+        return places
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Bytes of each, 0 where it cannot be had."""
+        places = self.locate(keys)
         failing = {tier.number for tier in self.storage.tiers if tier.breaker.open}
         return [place.nbytes if place and place.tier not in failing else 0 for place in places]
 
@@ -185,7 +190,7 @@ class Catalog(Watch):
         return self.pins.unpin(owner, self._entries(keys))
 
     def _entries(self, keys: Sequence[ChunkKey]) -> list[Entry | None]:
-        return [place.entry if place else None for place in map(self.find, keys)]
+        return [place.entry if place else None for place in self.locate(keys)]
 
     def reserve(self, key: ChunkKey, nbytes: int, deadline: float) -> Reservation | str:
         """A slot to fill for ``key``; a string says why there is none: held (there already), or no room.
@@ -254,6 +259,7 @@ class Catalog(Watch):
         """Remove containers from every tier; True where there was one."""
         done: list[bool] = []
         doomed: dict[int, list[ChunkKey]] = {}
+        self.locate(keys)  # outside the lock: it may ask
         with self.storage.lock:
             for key in keys:
                 place = self.find(key)

@@ -159,7 +159,7 @@ class Remote:
         deadline = time.monotonic() + message.timeout
         keys = data.keys_of(message.keys, len(message.capacities))
         storage = self.catalog.storage
-        places = [self.catalog.find(key) for key in keys]
+        places = self.catalog.locate(keys)
         storage.touch(dict.fromkeys(place.entry for place in places if place and place.name.shard == 0))
         leaving = Leaving(self)
         try:

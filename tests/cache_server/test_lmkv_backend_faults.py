@@ -43,9 +43,9 @@ def test_a_server_that_is_down_at_start_is_used_once_it_is_up(start: Start) -> N
 
 
 def test_killed_in_the_middle_of_a_read_and_back_empty(start: Start) -> None:
-    server = start()
+    server = start(cpu_budget="128MiB", cpu_slab="32MiB")
     proxy = Proxy(server, hold=5 << 20)
-    nbytes = 12 << 20
+    nbytes = 24 << 20  # more than held, and what two sockets' buffers take
     with closing(proxy), closing(ServerBackend(f"lmkv://{proxy.address}")) as client:
         store(client, 1, nbytes)
         ended: list[Result] = []

@@ -244,7 +244,7 @@ def test_engines_of_the_host_and_other_machines_have_one_store(monkeypatch: pyte
 
 
 def test_it_ends_after_the_requests_under_way_and_with_everything_written(start: Start, tmp_path: Path) -> None:
-    server = start(tiers=f"disk://{tmp_path}/store?budget=256MiB", cpu_budget="128MiB")
+    server = start(tiers=f"disk://{tmp_path}/store?budget=256MiB", cpu_budget="256MiB", close_timeout="60s")
     idle, _ = greeted(server)
     busy, _ = greeted(server)
     with closing(server.client()) as client:
