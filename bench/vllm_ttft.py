@@ -1,6 +1,6 @@
 """Time to the first token of a long prompt in a real vLLM: computed, from its own prefix cache, and through connectors.
 
-    .venv-vllm/bin/python bench/vllm_ttft.py [--json] [--rounds 7] [--tokens 2600] [--dtype bfloat16]
+    .venv-vllm/bin/python bench/vllm_ttft.py [--rounds 7] [--tokens 2600] [--dtype bfloat16] [--disk URL_OPTIONS]
 
 Two engines live at once, so that neighbours in a round share the machine's mood: one with lmkv, and one with vLLM's
 ExampleConnector, whose files stay in the page cache. Both compute the same prompts first; then the one with lmkv and
@@ -66,8 +66,9 @@ def cpu_seconds(engine: Engine, socket: Path) -> float:
 class Bench:
     """The engines, and what each step took, run by run: (seconds to the first token, CPU seconds)."""
 
-    def __init__(self, folder: Path, tokens: int, dtype: str, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, tokens: int, dtype: str, disk: str, stack: ExitStack) -> None:
         self.folder, self.tokens, self.socket = folder, tokens, folder / "socket"
+        self.tier = f"disk://{folder / 'disk'}?budget=20GiB&{disk}".rstrip("&")
         self.runs: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         stack.callback(stop_service, self.socket)
         self.lmkv, self.example = (
@@ -84,8 +85,7 @@ class Bench:
 
     def open_lmkv(self) -> None:
         """Start the engine with lmkv; the first time, and after `restart`, with an empty host memory."""
-        tier = f"disk://{self.folder / 'disk'}?budget=20GiB"
-        extra = {"socket": str(self.socket), "cpu_budget": "2GiB", "tiers": [tier], "linger": 5}
+        extra = {"socket": str(self.socket), "cpu_budget": "2GiB", "tiers": [self.tier], "linger": 5}
         extra |= {"lookup_timeout": 10, "worth_it": False}  # a busy machine must not make a hit a miss
         self.lmkv.open(MODEL, connector=extra, **self.args)
 
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=2600, help="length of the prompts")
     parser.add_argument("--dtype", default="float32", help="bfloat16 halves the KV, and computes slowly without AMX")
+    parser.add_argument("--disk", default="", help="of the disk tier: direct=off reads through the page cache")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not (MODEL / "config.json").exists():
@@ -170,7 +171,7 @@ def main() -> None:
     logging.getLogger("lmkv").setLevel(logging.ERROR)  # that the service keeps its own settings is what we want
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lmkv-") as folder, ExitStack() as stack:
-        bench = Bench(Path(folder), options.tokens, options.dtype, stack)
+        bench = Bench(Path(folder), options.tokens, options.dtype, options.disk, stack)
         rows = bench(options.rounds)
     emit(rows, options.json)
     print(f"lmkv's hooks took {bench.share():.4%} of the time of its computed prompts", file=sys.stderr)
