@@ -1,9 +1,11 @@
+// The inverse transform. Most coefficients are zero, so each token has a list of those that are not, in pairs; pairs
+// meet their rows of the matrix in 64 sums, 32 bits each, that a vector unit keeps in registers.
 #include "klt.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #include "clones.h"
 #include "cpu.h"
@@ -12,169 +14,191 @@
 namespace lmkv {
 namespace {
 
-constexpr std::uint8_t kEscape = 15;
-constexpr int kReach = 7;
+constexpr std::size_t kPairBytes = 2 * kKltSlab * sizeof(std::int16_t);
 
-LMKV_CLONES void join_row(const std::uint8_t* symbols, std::size_t cols, int shift, std::int16_t* q) {
-    const int half = (1 << shift) >> 1;
-    for (std::size_t c = 0; c < cols; ++c) q[c] = static_cast<std::int16_t>(((symbols[c] - kReach) << shift) - half);
+std::size_t up(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+
+// What a thread keeps between calls.
+struct Scratch {
+    std::vector<std::uint32_t> offsets, values, counts, sizes;
+    std::vector<std::int32_t> sums;
+};
+
+std::uint32_t pair_of(const std::int16_t* q, std::size_t step, bool second) {
+    return static_cast<std::uint16_t>(q[0]) |
+           static_cast<std::uint32_t>(second ? static_cast<std::uint16_t>(q[step]) : 0) << 16;
 }
 
-LMKV_CLONES int largest(const std::int16_t* values, std::size_t n) {
-    int most = 0;
-    for (std::size_t i = 0; i < n; ++i) most = std::max(most, std::abs(static_cast<int>(values[i])));
-    return most;
+std::uint32_t sizes_of(std::uint32_t pair) {
+    return static_cast<std::uint32_t>(std::abs(static_cast<std::int16_t>(pair)) +
+                                      std::abs(static_cast<std::int16_t>(pair >> 16)));
 }
 
-LMKV_CLONES std::int64_t sum_of_sizes(const std::int16_t* values, std::size_t n) {
-    std::int64_t sum = 0;
-    for (std::size_t i = 0; i < n; ++i) sum += std::abs(static_cast<int>(values[i]));
-    return sum;
+// The list of one chunk and one token.
+void list_plainly(const std::int16_t* q, std::size_t step, std::size_t rows, const KltEntries& entries,
+                  std::uint32_t* size) {
+    std::uint32_t n = 0;
+    for (std::size_t k = 0; k < rows; k += 2, q += 2 * step) {
+        const std::uint32_t pair = pair_of(q, step, k + 1 < rows);
+        if (!pair) continue;
+        entries.offsets[n] = static_cast<std::uint32_t>(k / 2 * kPairBytes);
+        entries.values[n++] = pair;
+        *size += sizes_of(pair);
+    }
+    *entries.counts = n;
 }
 
-bool any(const std::int16_t* row, std::size_t n) {
-    return std::any_of(row, row + n, [](std::int16_t value) { return value != 0; });
+LMKV_CLONES void finish(const std::int32_t* __restrict sums, std::size_t tokens, const float* __restrict scale,
+                        const float* __restrict mean, std::size_t n, float* __restrict x, std::size_t step) {
+    for (std::size_t t = 0; t < tokens; ++t, sums += kKltSlab, x += step)
+        for (std::size_t c = 0; c < n; ++c) {
+            const float product = static_cast<float>(sums[c]) * scale[c];
+            x[c] = product + mean[c];
+        }
 }
 
-LMKV_CLONES void pair_up(const std::int16_t* one, const std::int16_t* two, std::int16_t* out) {
-    for (std::size_t t = 0; t < kKltTile; ++t) out[2 * t] = one[t], out[2 * t + 1] = two[t];
-}
-
-// The definition, for any sums.
-void transform_plainly(const std::int16_t* matrix, const std::int16_t* q, const float* scale, const float* mean,
-                       std::size_t channels, std::size_t kept, std::size_t tokens, float* out) {
-    std::vector<std::int64_t> sums(tokens);
-    for (std::size_t c = 0; c < channels; ++c, matrix += kept, out += tokens) {
-        std::fill(sums.begin(), sums.end(), 0);
-        for (std::size_t k = 0; k < kept; ++k)
-            for (std::size_t t = 0; t < tokens; ++t) sums[t] += std::int64_t{matrix[k]} * q[k * tokens + t];
-        for (std::size_t t = 0; t < tokens; ++t) {
-            const float product = static_cast<float>(sums[t]) * scale[c];
-            out[t] = product + mean[c];
+// One token's sums, for coefficients so large that 32 bits do not hold them.
+void finish_wide(const std::int16_t* numbers, const KltEntries& entries, std::size_t chunks, std::size_t tokens,
+                 const float* scale, const float* mean, std::size_t n, float* x) {
+    std::int64_t sums[kKltSlab] = {};
+    for (std::size_t chunk = 0; chunk < chunks; ++chunk, numbers += 2 * kKltSlab * kKltChunk) {
+        const KltEntries mine = at(entries, chunk * tokens);
+        for (std::size_t i = 0; i < *mine.counts; ++i) {
+            const std::int64_t one = static_cast<std::int16_t>(mine.values[i]);
+            const std::int64_t two = static_cast<std::int16_t>(mine.values[i] >> 16);
+            const std::int16_t* const pair = numbers + mine.offsets[i] / sizeof *numbers;
+            for (std::size_t c = 0; c < kKltSlab; ++c) sums[c] += one * pair[2 * c] + two * pair[2 * c + 1];
         }
     }
-}
-
-#if defined(__x86_64__)
-void transform_by_tiles(const std::int16_t* matrix, const std::int16_t* q, const float* scale, const float* mean,
-                        std::size_t channels, std::size_t kept, std::size_t tokens, float* out) {
-    std::vector<std::size_t> first;  // of each pair of rows that is not all zero
-    for (std::size_t k = 0; k < kept; k += 2)
-        if (any(q + k * tokens, std::min<std::size_t>(2, kept - k) * tokens)) first.push_back(k);
-    const std::size_t pairs = first.size(), blocks = (channels + kKltBlock - 1) / kKltBlock;
-    std::vector<std::int16_t> packed(2 * kKltBlock * blocks * pairs), tile(2 * kKltTile * pairs);
-    std::vector<float> scales(kKltBlock * blocks), means(scales), result(kKltTile * kKltBlock * blocks);
-    std::copy(scale, scale + channels, scales.begin());
-    std::copy(mean, mean + channels, means.begin());
-    const std::size_t whole = pairs - (pairs && first.back() + 1 == kept);
-    for (std::size_t c = 0; c < channels; ++c) {
-        const std::int16_t* const from = matrix + c * kept;
-        std::int16_t* to = packed.data() + 2 * (c / kKltBlock * kKltBlock * pairs + c % kKltBlock);
-        for (std::size_t i = 0; i < whole; ++i, to += 2 * kKltBlock) std::memcpy(to, from + first[i], 2 * sizeof *to);
-        if (whole < pairs) *to = from[kept - 1];
-    }
-    for (std::size_t t = 0; t < tokens; t += kKltTile) {
-        const std::size_t n = std::min(kKltTile, tokens - t);
-        for (std::size_t i = 0; i < pairs; ++i) {
-            const std::int16_t* const from = q + first[i] * tokens + t;
-            if (n == kKltTile && first[i] + 1 < kept) {
-                pair_up(from, from + tokens, &tile[2 * kKltTile * i]);
-                continue;
-            }
-            std::int16_t rows[2][kKltTile] = {};
-            std::memcpy(rows[0], from, n * sizeof *from);
-            if (first[i] + 1 < kept) std::memcpy(rows[1], from + tokens, n * sizeof *from);
-            pair_up(rows[0], rows[1], &tile[2 * kKltTile * i]);
-        }
-        klt_tile_avx2(packed.data(), tile.data(), pairs, scales.data(), means.data(), blocks, result.data());
-        for (std::size_t c = 0; c < channels; ++c)
-            std::memcpy(out + c * tokens + t, &result[kKltTile * c], n * sizeof(float));
-    }
-}
-#endif
-
-// To bfloat16, to nearest even.
-LMKV_CLONES void narrow(const float* x, std::size_t n, std::uint16_t* out) {
-    for (std::size_t t = 0; t < n; ++t) {
-        std::uint32_t bits;
-        std::memcpy(&bits, x + t, sizeof bits);
-        out[t] = static_cast<std::uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    for (std::size_t c = 0; c < n; ++c) {
+        const float product = static_cast<float>(sums[c]) * scale[c];
+        x[c] = product + mean[c];
     }
 }
 
-LMKV_CLONES void rotate(const float* a, const float* b, const float* cos, const float* sin, std::size_t n, float* one,
-                        float* two) {
-    for (std::size_t t = 0; t < n; ++t) {
-        const float a_cos = a[t] * cos[t], b_sin = b[t] * sin[t], b_cos = b[t] * cos[t], a_sin = a[t] * sin[t];
-        one[t] = a_cos - b_sin;
-        two[t] = b_cos + a_sin;
+// f64(n * inv_freq) for one token, its cosine and sine by polynomials in a quarter turn around 0.
+LMKV_CLONES void turn(const double* __restrict inv_freq, std::size_t count, double position, double factor,
+                      float* __restrict cos, float* __restrict sin) {
+    for (std::size_t i = 0; i < count; ++i) {
+        const double angle = position * inv_freq[i];
+        const double turns = std::floor(angle * 0.6366197723675814 + 0.5);
+        const double r =
+            ((angle - turns * 1.570796251296997) - turns * 7.549789415861596e-08) - turns * 5.390302858158119e-15;
+        const double square = r * r;
+        double sine = 1.0 / 6227020800 * square + -1.0 / 39916800;
+        sine = sine * square + 1.0 / 362880;
+        sine = sine * square + -1.0 / 5040;
+        sine = sine * square + 1.0 / 120;
+        sine = sine * square + -1.0 / 6;
+        sine = r + r * (square * sine);
+        double cosine = -1.0 / 87178291200 * square + 1.0 / 479001600;
+        cosine = cosine * square + -1.0 / 3628800;
+        cosine = cosine * square + 1.0 / 40320;
+        cosine = cosine * square + -1.0 / 720;
+        cosine = cosine * square + 1.0 / 24;
+        cosine = cosine * square + -1.0 / 2;
+        cosine = 1.0 + square * cosine;
+        const double quarter = turns - 4 * std::floor(turns * 0.25);  // 0 to 3
+        const bool odd = (quarter == 1) | (quarter == 3);
+        cos[i] = static_cast<float>((odd ? sine : cosine) * ((quarter == 1) | (quarter == 2) ? -factor : factor));
+        sin[i] = static_cast<float>((odd ? cosine : sine) * (quarter >= 2 ? -factor : factor));
     }
 }
 
 }  // namespace
 
-bool coefficients_join(const std::uint8_t* symbols, const std::uint8_t* shifts, std::size_t rows, std::size_t cols,
-                       const std::uint8_t* low, const std::uint8_t* escapes, std::size_t escape_count,
-                       std::int16_t* q) {
-    const std::size_t width = (cols + 7) / 8;
-    for (std::size_t r = 0; r < rows; ++r, symbols += cols, q += cols) {
-        join_row(symbols, cols, shifts[r], q);
-        for (int bit = 0; bit < shifts[r]; ++bit, low += width)
-            for (std::size_t c = 0; c < cols; ++c)
-                q[c] = static_cast<std::int16_t>(q[c] + ((low[c / 8] >> c % 8 & 1) << bit));
-        if (!std::memchr(symbols, kEscape, cols)) continue;
-        for (std::size_t c = 0; c < cols; ++c) {
-            if (symbols[c] != kEscape) continue;
-            if (!escape_count--) return false;
-            q[c] = static_cast<std::int16_t>(escapes[0] | escapes[1] << 8);
-            escapes += 2;
-        }
-    }
-    return escape_count == 0;
-}
-
-void klt_transform(const std::int16_t* matrix, const std::int16_t* q, const float* scale, const float* mean,
-                   std::size_t channels, std::size_t kept, std::size_t tokens, float* out) {
-#if defined(__x86_64__)
-    if (simd() >= Simd::avx2) {
-        std::int64_t row = 0;
-        for (std::size_t c = 0; c < channels; ++c) row = std::max(row, sum_of_sizes(matrix + c * kept, kept));
-        if (row * largest(q, kept * tokens) <= INT32_MAX) {
-            transform_by_tiles(matrix, q, scale, mean, channels, kept, tokens, out);
-            return;
-        }
-    }
-#endif
-    transform_plainly(matrix, q, scale, mean, channels, kept, tokens, out);
-}
-
-void klt_write_bf16(const float* x, const KltRope& rope, const KltPlaces& places, std::uint16_t* words) {
-    const std::size_t dim = places.dim, tokens = places.pages * places.page_tokens;
-    std::vector<std::uint16_t> rounded(dim * tokens);
-    std::vector<float> one(tokens), two(tokens);
-    for (std::size_t h = 0; h < places.heads; ++h, x += dim * tokens) {
-        for (std::size_t i = 0; i < rope.pairs; ++i) {
-            const std::size_t a = rope.interleaved ? 2 * i : i, b = rope.interleaved ? a + 1 : i + rope.pairs;
-            rotate(x + a * tokens, x + b * tokens, rope.cos + i * tokens, rope.sin + i * tokens, tokens, one.data(),
-                   two.data());
-            narrow(one.data(), tokens, &rounded[a * tokens]);
-            narrow(two.data(), tokens, &rounded[b * tokens]);
-        }
-        const std::size_t done = 2 * rope.pairs;
-        narrow(x + done * tokens, (dim - done) * tokens, rounded.data() + done * tokens);
-        for (std::size_t p = 0; p < places.pages; ++p)
-            for (std::size_t t = 0; t < places.page_tokens; ++t) {
-                std::uint16_t* const to = words + places.start + static_cast<std::int64_t>(p) * places.page +
-                                          static_cast<std::int64_t>(t) * places.token +
-                                          static_cast<std::int64_t>(h) * places.head;
-                const std::uint16_t* const from = rounded.data() + p * places.page_tokens + t;
-                if (places.channel == 1)
-                    for (std::size_t d = 0; d < dim; ++d) to[d] = from[d * tokens];
-                else
-                    for (std::size_t d = 0; d < dim; ++d)
-                        to[static_cast<std::int64_t>(d) * places.channel] = from[d * tokens];
+void klt_sums_portable(const std::int16_t* numbers, const KltEntries& entries, std::size_t tokens, bool fresh,
+                       std::int32_t* sums) {
+    if (fresh) std::fill_n(sums, tokens * kKltSlab, 0);
+    for (std::size_t t = 0; t < tokens; ++t, sums += kKltSlab) {
+        const KltEntries mine = at(entries, t);
+        for (std::size_t i = 0; i < *mine.counts; ++i) {
+            const int one = static_cast<std::int16_t>(mine.values[i]);
+            const int two = static_cast<std::int16_t>(mine.values[i] >> 16);
+            const std::int16_t* const pair = numbers + mine.offsets[i] / sizeof *numbers;
+            for (std::size_t c = 0; c < kKltSlab; ++c) {
+                const auto product =
+                    static_cast<std::uint32_t>(one * pair[2 * c]) + static_cast<std::uint32_t>(two * pair[2 * c + 1]);
+                sums[c] = static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[c]) + product);
             }
+        }
     }
+}
+
+KltMatrix::KltMatrix(const std::int16_t* matrix, std::size_t channels_in, std::size_t kept_in)
+    : channels(channels_in), kept(kept_in) {
+    const std::size_t pairs = up(kept, 2), slabs = up(channels, kKltSlab);
+    packed_.resize(slabs * pairs * kPairBytes / sizeof(Line));
+    for (std::size_t c = 0; c < channels; ++c) {
+        auto* to = const_cast<std::int16_t*>(slab(c / kKltSlab)) + 2 * (c % kKltSlab);
+        for (std::size_t k = 0; k < kept; ++k, ++matrix) {
+            to[k / 2 * 2 * kKltSlab + k % 2] = *matrix;
+            largest_ = std::max<std::int64_t>(largest_, std::abs(static_cast<int>(*matrix)));
+        }
+    }
+}
+
+const std::int16_t* KltMatrix::slab(std::size_t i) const {
+    return packed_[i * up(kept, 2) * kPairBytes / sizeof(Line)].values;
+}
+
+std::size_t KltMatrix::tile() const {
+    constexpr std::size_t kEntries = std::size_t{1} << 18;
+    return std::clamp<std::size_t>(kEntries / up(kept, 2) / 8 * 8, 16, 256);
+}
+
+void KltMatrix::transform(const std::int16_t* q, std::size_t tokens, std::size_t step, const float* scale,
+                          const float* mean, float* x) const {
+    thread_local Scratch scratch;
+    const std::size_t pairs = up(kept, 2), chunks = up(pairs, kKltChunk);
+    const auto grow = [](auto& values, std::size_t n) {
+        if (values.size() < n) values.resize(n);
+        return values.data();
+    };
+    const KltEntries entries{grow(scratch.offsets, chunks * tokens * kKltChunk),
+                             grow(scratch.values, chunks * tokens * kKltChunk), grow(scratch.counts, chunks * tokens)};
+    std::uint32_t* const sizes = grow(scratch.sizes, tokens);
+    std::int32_t* const sums = grow(scratch.sums, tokens * kKltSlab);
+    std::fill_n(sizes, tokens, 0);
+    auto add = klt_sums_portable;
+    std::size_t eights = 0;  // tokens that are listed eight at a time
+#if defined(__x86_64__)
+    if (simd() >= Simd::avx2) add = klt_sums_avx2, eights = tokens / 8 * 8;
+#endif
+    for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
+        const std::size_t first = 2 * kKltChunk * chunk, rows = std::min(2 * kKltChunk, kept - first);
+        for (std::size_t t = 0; t < tokens;) {
+            const KltEntries mine = at(entries, chunk * tokens + t);
+            const std::int16_t* const from = q + first * step + t;
+#if defined(__x86_64__)
+            if (t < eights) {
+                klt_list_avx2(from, step, rows, mine, sizes + t);
+                t += 8;
+                continue;
+            }
+#endif
+            list_plainly(from, step, rows, mine, sizes + t);
+            ++t;
+        }
+    }
+    (void)eights;
+    for (std::size_t c = 0; c < channels; c += kKltSlab) {
+        const std::int16_t* const numbers = slab(c / kKltSlab);
+        const std::size_t n = std::min(kKltSlab, channels - c);
+        for (std::size_t chunk = 0; chunk < chunks; ++chunk)
+            add(numbers + 2 * kKltSlab * kKltChunk * chunk, at(entries, chunk * tokens), tokens, chunk == 0, sums);
+        finish(sums, tokens, scale + c, mean + c, n, x + c, channels);
+        // Wrapped sums are right again in the end if the end fits.
+        for (std::size_t t = 0; t < tokens; ++t)
+            if (largest_ * sizes[t] > INT32_MAX)
+                finish_wide(numbers, at(entries, t), chunks, tokens, scale + c, mean + c, n, x + t * channels + c);
+    }
+}
+
+void klt_cos_sin(const double* inv_freq, std::size_t count, std::uint64_t first, std::size_t tokens, double factor,
+                 float* cos, float* sin) {
+    for (std::size_t t = 0; t < tokens; ++t)
+        turn(inv_freq, count, static_cast<double>(first + t), factor, cos + t * count, sin + t * count);
 }
 
 }  // namespace lmkv

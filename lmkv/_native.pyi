@@ -184,37 +184,99 @@ def xpl_decode(
     """The opposite; the bytes of ``src`` that it took. ValueError: ``src`` is corrupt or truncated."""
 
 def coefficients_join(
-    symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], low: Buffer, escapes: Buffer, q: NDArray[np.int16]
+    symbols: NDArray[np.uint8],
+    rows: NDArray[np.uint32],
+    shifts: NDArray[np.uint8],
+    low: Buffer,
+    escapes: Buffer,
+    q: NDArray[np.int16],
 ) -> None:
-    """Fills ``q[rows, cols]`` from symbols, low bits and escapes, as `lmkv.codec.coefficients` lays them out.
+    """Fills rows of ``q[all, cols]`` from symbols, low bits and escapes, as `lmkv.codec.coefficients` lays them out.
 
-    ValueError: low bits or escapes of another size than the symbols and shifts say.
+    rows: numbers of those rows, rising; the others become zero. ValueError: low bits or escapes of another size than
+    the symbols and shifts say.
     """
 
+def coefficients_split(
+    q: NDArray[np.int16],
+    rows: NDArray[np.uint32],
+    shifts: NDArray[np.uint8],
+    tables: NDArray[np.uint16],
+    freqs: NDArray[np.uint16],
+    symbols: NDArray[np.uint8],
+    low: Buffer,
+    escapes: Buffer,
+) -> int:
+    """The opposite; how many int16 it wrote to ``escapes``, which has room for as many as symbols.
+
+    tables: the row of ``freqs[T, 16]`` of each row; symbols without frequency there are escaped.
+    """
+
+def coefficients_counts(q: NDArray[np.int16], rows: NDArray[np.uint32], shift: int, counts: NDArray[np.uint32]) -> None:
+    """``counts[rows, 16]``: how often each symbol stands in each of these rows of ``q`` under this shift."""
+
+def coefficients_squares(q: NDArray[np.int16], squares: NDArray[np.int64]) -> None:
+    """The sum of squares of each row of ``q``."""
+
+@final
+class KltMatrix:
+    """An int16 matrix [C, K] of an inverse transform, in the order in which the transform reads it. Immutable."""
+
+    def __init__(self, matrix: NDArray[np.int16]) -> None: ...
+
 def klt_transform(
-    matrix: NDArray[np.int16],
+    matrix: KltMatrix,
     q: NDArray[np.int16],
     scale: NDArray[np.float32],
     mean: NDArray[np.float32],
     out: NDArray[np.float32],
 ) -> None:
-    """``out[C, T]`` = `lmkv.codec.klt_reference.transform`, bit for bit. matrix: [C, K]; q: [K, T]; all-zero rows of q
-    cost little."""
+    """``out[T, C]`` = `lmkv.codec.klt_reference.transform`, bit for bit, its axes exchanged. q: [K, T]; zeros cost
+    little."""
+
+def klt_cos_sin(
+    inv_freq: NDArray[np.float64], first: int, factor: float, cos: NDArray[np.float32], sin: NDArray[np.float32]
+) -> None:
+    """cos and sin [tokens, pairs] = `lmkv.codec.klt_reference.cos_sin` from token ``first`` on, bit for bit."""
 
 def klt_write_bf16(
     x: NDArray[np.float32],
     cos: NDArray[np.float32] | None,
     sin: NDArray[np.float32] | None,
     interleaved: bool,
-    pages: int,
-    page_tokens: int,
-    heads: int,
-    places: tuple[int, int, int, int, int],
+    sizes: tuple[int, ...],
+    places: tuple[int, ...],
     words: Buffer,
 ) -> None:
-    """Rotates one layer's K (or V: cos None) ``x[heads * dim, tokens]`` and writes it as bfloat16, bit for bit as
+    """Rotates K (or V: cos None) ``x[layers, heads * dim, tokens]`` and writes it as bfloat16, bit for bit as
     `lmkv.codec.klt_reference` does.
 
-    cos, sin: [pairs, tokens]. places: the first word in ``words``, then the steps from page to page, token to token,
-    head to head, channel to channel, in words.
+    cos, sin: [tokens, pairs]. sizes: layers, pages, tokens of a page, heads, dim. places: the first word in ``words``,
+    then the steps from layer to layer, page to page, token to token, head to head, channel to channel, in words.
     """
+
+def klt_read_bf16(
+    words: Buffer,
+    cos: NDArray[np.float32] | None,
+    sin: NDArray[np.float32] | None,
+    interleaved: bool,
+    sizes: tuple[int, ...],
+    places: tuple[int, ...],
+    x: NDArray[np.float32],
+) -> int:
+    """The opposite: a rotation by cos and sin is taken back. The largest word without its sign, 0x7F80 or more where
+    a number is not finite."""
+
+def klt_write_block(
+    matrix: KltMatrix,
+    q: NDArray[np.int16],
+    scale: NDArray[np.float32],
+    mean: NDArray[np.float32],
+    cos: NDArray[np.float32] | None,
+    sin: NDArray[np.float32] | None,
+    interleaved: bool,
+    places: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    words: Buffer,
+) -> None:
+    """`klt_transform`, then `klt_write_bf16` of its channels: in each layer those of each of the one or two
+    ``places`` (sizes and places), of which the first is rotated."""

@@ -118,14 +118,18 @@ def layout(spec: KVSpec, group: int) -> tuple[Part, ...]:
     """
     layers, nbytes = len(spec.groups[group].layers), spec.chunk_bytes(group)
     per_layer = nbytes // layers
-    count = min(MAX_RAW_PARTS, max(1, layers // -(-PART_BYTES_AIM // per_layer)))
-    bounds = [layers * i // count for i in range(count + 1)]
     parts, at = [], HEADER_BYTES
-    for first, stop in pairwise(bounds):
+    for first, stop in pairwise(bounds(layers, per_layer)):
         size = (stop - first) * per_layer
         parts.append(Part(first, stop - first, 0, at, size, size, 0))
         at = parts[-1].stop
     return tuple(parts)
+
+
+def bounds(layers: int, layer_bytes: int) -> list[int]:
+    """Where the parts of so many layers begin, and where the last one ends."""
+    count = min(MAX_RAW_PARTS, max(1, layers // -(-PART_BYTES_AIM // layer_bytes)))
+    return [layers * i // count for i in range(count + 1)]
 
 
 def container_bytes(spec: KVSpec, group: int) -> int:

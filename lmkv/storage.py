@@ -362,7 +362,7 @@ class StorageManager:
     def _scanned(self, tier: Tier, batch: list[Found]) -> None:
         with self.lock:
             gone = tier.gone or ()
-            for found in (each for each in batch if each.key not in gone):
+            for found in (each for each in batch if each.key not in gone and not tier.refuses(each.key)):
                 self.index.add(found.key, tier.number, found.nbytes, created=max(1, int(found.created)))
         self.stats.add("scanned_objects", len(batch))
 

@@ -94,9 +94,9 @@ class Tier:
             self.budget = budget.resolve((self._free or 0) + used)
 
     def check(self, meanings: Meanings) -> None:
-        """ConfigError: the codec that is set by name has no use for any of that payload."""
-        if self.config.codec not in classes.BOUNDS:
-            classes.choose(self.config, meanings, f"tiers.{self.number - 1}")
+        """ConfigError: the codec that is set by name has no use for any of that payload, or the profile is of another
+        model."""
+        classes.choose(self.config, meanings, f"tiers.{self.number - 1}")
 
     def check_budget(self, largest: int) -> None:
         """ConfigError: it cannot hold one container of ``largest`` bytes."""

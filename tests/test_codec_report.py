@@ -394,6 +394,22 @@ def test_links_of_limited_rate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert float(computed) == pytest.approx(8 * (512 * 2 * 2 * 2 * 32 * 2 + 2 * 4096) / 0.1e9 * 1e3, rel=0.01)
         assert float(raw) > 0.9 * float(computed)  # never faster than the link
     assert lines[3].endswith("of 2 as expected")
+    assert [line.split()[0] for line in lines[6:]] == ["zstd", "q8"]
+
+
+def test_the_bandwidth_below_which_a_codec_pays_is_of_its_speed_and_ratio() -> None:
+    """4 MB instead of 16 MB, decoded in 24 ms: 12 MB are saved, which take 24 ms at 4 Gbit/s."""
+    links = runpy.run_path(str(Path(__file__).parents[1] / "bench" / "codec_links.py"))
+    raw, encoded = (links["Load"]([memoryview(bytes(size))] * 2, []) for size in (8_000_000, 2_000_000))
+    times = [links["Timed"](1.0, 0.128, 0.056), links["Timed"](5.0, 0.026, 0.031), links["Timed"](10.0, 0.013, 0.012)]
+    rows = links["rows"]("klt:3", raw, encoded, times, 0.024)
+    assert [(row["expected"], row["found"]) for row in rows] == [
+        ("faster", "faster"), ("either", "slower"), ("slower", "faster")
+    ]  # fmt: skip
+    found = links["verdict"](raw, encoded, 0.024, rows)
+    assert (found["codec"], found["bits/value"], found["decode GB/s"]) == ("klt:3", 4.0, 0.667)
+    assert (found["pays below Gbit/s"], found["faster up to"], found["slower from"]) == (4.0, 10.0, 5.0)
+    assert found["as expected"] == "2 of 3"
 
 
 def test_quality_on_texts_that_are_there(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from cache_servers import Server
@@ -14,12 +17,15 @@ from host_clients import SCOPE, WAIT, keys, until
 from memory import CHUNK, Memory, full, recurrent, spec
 
 from lmkv import Config, ConfigError, Engine, chunk, codec
-from lmkv.codec import Meanings, base, classes, meanings, profile
+from lmkv.backends.base import Found
+from lmkv.backends.disk import DiskBackend
+from lmkv.codec import Meanings, Rope, base, classes, meanings, profile
 from lmkv.codec.classes import Measured
 from lmkv.codec.profile import Block, Description, Level, Place
 from lmkv.config import TierConfig
 from lmkv.server.client import Host
 from lmkv.server.link import Reserved
+from lmkv.tier import Tier
 
 COUNT = 4
 TOKENS = np.arange(1, COUNT * CHUNK + 1, dtype=np.int32)
@@ -311,17 +317,24 @@ def test_packed_pages_get_the_codecs_that_were_measured_without_axes() -> None:
     assert classes.choose(TierConfig(url="disk:///x", codec="exact"), Meanings()).codec.name == "raw"
 
 
-def test_a_class_takes_the_coarsest_level_that_was_measured_within_it_on_the_model(tmp_path: Path) -> None:
-    width = 2 * (64 + 64)
+def made_up(together: int = 1, **changes: object) -> profile.Profile:
+    """Of four layers, in blocks of so many; what it transforms comes back."""
+    width = together * 2 * (64 + 64)
     ones = np.ones(width, np.float32)
     arrays = np.zeros(width, np.float32), ones, ones / (1 << 14), (1 << 14) * np.eye(width, dtype=np.int16)
-    places = [Place(first_layer=layer, layers=1, first_head=0, heads=2, kv="kv", kept=width) for layer in range(4)]
+    firsts = range(0, 4, together)
+    places = [Place(first_layer=n, layers=together, first_head=0, heads=2, kv="kv", kept=width) for n in firsts]
     levels = [Level(0.01, 6.0, 0.0002), Level(0.1, 3.0, 0.004), Level(0.2, 2.0, 0.008), Level(0.5, 1.0, None)]
     about = Description(
         model="m", dtype="float32", layers=4, heads=2, dim=64, dim_v=64, sinks=4, levels=tuple(levels),
         blocks=tuple(places),
     )  # fmt: skip
-    made = profile.make(about, tuple(Block(place, *arrays, np.zeros((4, width), np.uint8)) for place in places))
+    about = msgspec.structs.replace(about, **changes)
+    return profile.make(about, tuple(Block(place, *arrays, np.zeros((4, width), np.uint8)) for place in places))
+
+
+def test_a_class_takes_the_coarsest_level_that_was_measured_within_it_on_the_model(tmp_path: Path) -> None:
+    made = made_up()
     file = made.save(tmp_path / "profiles")
     for name, level in (("kl<0.001", 0), ("kl<0.01", 2), ("kl<0.05", 2)):
         chosen, _ = classes.choose(TierConfig(url="disk:///x", codec=name, profile=str(file)), KNOWN)
@@ -335,6 +348,56 @@ def test_a_class_takes_the_coarsest_level_that_was_measured_within_it_on_the_mod
         classes.choose(TierConfig(url="disk:///x", codec="klt", profile=made.id), other)
     with pytest.raises(ConfigError, match=r"tiers\.0\.profile: the codec klt needs one"):
         classes.choose(TierConfig(url="disk:///x", codec="klt"), KNOWN)
+
+
+def test_a_profile_whose_blocks_cross_the_parts_of_a_chunk_is_refused_at_start(tmp_path: Path) -> None:
+    """A layer of 1,024 tokens takes a MiB, and so has a part of its own."""
+    long = spec(full(layers=4, heads=2, dim=64, page=64), chunk=1024)
+    assert [part.layers for part in chunk.layout(long, 0)] == [1, 1, 1, 1]
+    assert [part.layers for part in chunk.layout(SPEC, 0)] == [4]
+    pairs = str(made_up(2).save(tmp_path))
+    known = Meanings.of({long.geometry_id: meanings(long, AXES)})
+    for name in ("klt", "kl<0.01"):
+        wanted = TierConfig(url="disk:///x", codec=name, profile=pairs)
+        assert classes.choose(wanted, KNOWN).codec.name == "klt"
+        with pytest.raises(ConfigError, match=r"^tiers\.2\.profile: .*up to 2 layers .*--chunk-tokens 1024"):
+            classes.choose(wanted, known, "tiers.2")
+        single = TierConfig(url="disk:///x", codec=name, profile=str(made_up(1).save(tmp_path)))
+        assert classes.choose(single, known).codec.name == "klt"
+    settings = {"cpu_budget": "64MiB", "cpu_touch": False, "tiers": [tier(tmp_path / "disk", "klt", profile=pairs)]}
+    with pytest.raises(ConfigError, match=r"^tiers\.0\.profile: .*--chunk-tokens 1024"):
+        Engine(long, weights="test", axes=AXES, **settings)
+
+
+def test_a_profile_of_other_layers_or_another_rope_is_refused_at_start(tmp_path: Path) -> None:
+    def reason(made: profile.Profile, **changes: object) -> str:
+        here = [replace(each, **changes) for each in KNOWN]
+        wanted = TierConfig(url="disk:///x", codec="klt", profile=str(made.save(tmp_path)))
+        try:
+            classes.choose(wanted, Meanings.of({1: here}))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    turned = made_up(inv_freq=(1.0, 0.125))
+    assert reason(made_up(), layers=4) == reason(made_up(), layers=0) == ""
+    assert "m has 4 layers that cache alike, here are 2" in reason(made_up(), layers=2)
+    for rope in (None, Rope((1.0, 0.125000001))):
+        assert reason(turned, rope=rope) == reason(made_up(), rope=rope) == ""
+    for rope in (Rope((1.0, 0.12)), Rope((1.0, 0.125), True), Rope((1.0, 0.125), False, 1.1), Rope((1.0,))):
+        assert "rotates its keys by other angles" in reason(turned, rope=rope)
+    assert reason(made_up(), dtype="bfloat16") == ""
+    assert "float8_e4m3fn" in reason(made_up(), dtype="float8_e4m3fn")
+
+
+def test_a_later_engine_is_held_to_the_profile_of_a_class_too(tmp_path: Path) -> None:
+    wanted = TierConfig(url=f"disk://{tmp_path}/disk", codec="kl<0.01", profile=str(made_up().save(tmp_path)))
+    opened = Tier(3, "disk", wanted, KNOWN)
+    with closing(opened.backend):
+        opened.check(KNOWN)
+        opened.check(PACKED)
+        with pytest.raises(ConfigError, match=r"^tiers\.2\.profile: m has 4 layers"):
+            opened.check(Meanings.of({1: [replace(each, layers=2) for each in KNOWN]}))
 
 
 def test_profiles_are_found_in_the_folders_that_are_set_and_missed_elsewhere(memory: Memory, tmp_path: Path) -> None:
@@ -354,6 +417,26 @@ def test_profiles_are_found_in_the_folders_that_are_set_and_missed_elsewhere(mem
         assert engine.retrieve(TOKENS, memory.pages, ids).reason == "profile"
         assert "its codec's profile is not here" in str(engine.explain(TOKENS))
     assert files(tmp_path / "disk") == held
+
+
+def test_a_scan_does_not_bring_back_what_was_of_no_use_here(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(memory, tier(tmp_path / "disk", "kch")) as engine:
+        ids = store(engine, memory)
+    real, go_on = DiskBackend.scan, threading.Event()
+
+    def scan(self: DiskBackend) -> Iterator[list[Found]]:
+        found = [each for batch in real(self) for each in batch]
+        assert go_on.wait(10)
+        yield found
+
+    monkeypatch.setattr(DiskBackend, "scan", scan)
+    with open_engine(memory, tier(tmp_path / "disk", "raw")) as engine:
+        assert engine.retrieve(TOKENS, memory.pages, ids).reason == "lossy"
+        go_on.set()
+        assert engine.storage.tiers[0].scanned.wait(10)
+        assert engine.lookup(TOKENS).tokens == 0
 
 
 def test_what_was_measured_can_be_had() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
+from lmkv.codec import Rope
 from lmkv.errors import ConfigError
 from lmkv.pages import GroupView, Plane
 from lmkv.spec import ITEM_BYTES, Kind, KVSpec, LayerGroup
@@ -164,6 +165,32 @@ def axes(spec: KVSpec, views: Sequence[GroupView]) -> list[str]:
         }
         found.append(orders.pop() if len(orders) == 1 else "")
     return found
+
+
+def rope(spec: KVSpec, config: VllmConfig) -> Rope | None:
+    """For codecs, how keys were rotated: by the one rotary embedding that vLLM made for the model. None where it made
+    none or several, where angles depend on more than the position, or where not all layers rotate alike."""
+    from vllm.model_executor.layers import rotary_embedding as vllm
+
+    text = config.model_config.hf_text_config
+    unlike = any(getattr(text, name, None) for name in ("no_rope_layers", "no_rope_layer_interval"))
+    found = {_rope(each) for each in vllm._ROPE_DICT.values()}
+    if unlike or len(found) != 1 or [group.kind for group in spec.groups] != [Kind.FULL]:
+        return None
+    one = found.pop()
+    return one if one and 2 * len(one.inv_freq) <= spec.groups[0].head_dim else None
+
+
+def _rope(module: Any) -> Rope | None:
+    from vllm.model_executor.layers import rotary_embedding as vllm
+
+    if type(module) in (vllm.RotaryEmbedding, vllm.Llama3RotaryEmbedding):
+        frequencies, factor = module._compute_inv_freq(module.base), 1.0
+    elif type(module) is vllm.YaRNScalingRotaryEmbedding:
+        frequencies, factor = module._compute_inv_freq(module.scaling_factor), module.mscale
+    else:
+        return None
+    return Rope(tuple(frequencies.double().tolist()), not module.is_neox_style, factor)
 
 
 def _planes(tensor: Any, blocks: int) -> tuple[Plane, ...]:

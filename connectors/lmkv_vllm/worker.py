@@ -103,8 +103,9 @@ class Worker:
         self.sizes = tuple(chunk.container_bytes(self.spec, g) for g in range(len(self.spec.groups)))
         first = next(iter(tensors.values()))
         self.device = first[0] if isinstance(first, (list, tuple)) else first
-        axes = geometry.axes(self.spec, views) if self.device.is_cuda else ""
-        known = {self.spec.geometry_id: meanings(self.spec, axes)}
+        plain = self.device.is_cuda
+        axes, rope = (geometry.axes(self.spec, views), geometry.rope(self.spec, self.config)) if plain else ("", None)
+        known = {self.spec.geometry_id: meanings(self.spec, axes, rope)}
         try:
             self.host.register(self.sizes, meanings=known)
         except Unavailable as error:

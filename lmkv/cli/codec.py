@@ -146,6 +146,7 @@ def calibrate(
     layers: Annotated[int, typer.Option(min=1, help="Coded together in a block.")] = 3,
     heads: Annotated[int, typer.Option(min=0, help="Coded together in a block; 0: all.")] = 0,
     joint: Annotated[bool, typer.Option(help="K and V in one block.")] = True,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of the engine: blocks do not cross a chunk's parts.")] = 256,
     errors: Annotated[bool, typer.Option(help="Measure each level's error, on every fourth text.")] = True,
     dtype: Dtype = "float32",
     threads: Threads = 0,
@@ -162,12 +163,12 @@ def calibrate(
     found = read(texts)
     fitted, measured = apart(found) if errors else (found, [])
     runner = Model(model, dtype, threads, work or None)
-    inputs = [runner.tensor(runner.encode(each.text)[:tokens]) for each in fitted]
+    inputs = [runner.tensor(runner.encode(each.text)[: min(tokens, runner.max_tokens)]) for each in fitted]
     if not any(len(each) >= 64 for each in inputs):
         raise ConfigError("--texts", "none of the texts to learn from has 64 tokens")
     made = fit(
-        runner.model, inputs, rope=runner.geometry.meaning.rope, name=runner.name, layers=layers, heads=heads,
-        joint=joint, measure=error_of(runner, measured) if measured else None,
+        runner.model, inputs, rope=runner.geometry.meaning.rope, name=runner.name, chunk_tokens=chunk_tokens,
+        layers=layers, heads=heads, joint=joint, measure=error_of(runner, measured) if measured else None,
     )  # fmt: skip
     path = made.save(output or Config.load().profiles[0])
     if not json:

@@ -5,6 +5,7 @@ Channels of a layer: heads x dim of K, then heads x dim_v of V.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ from lmkv.codec.klt_reference import cos_sin, pairs, rotate
 from lmkv.codec.shape import Rope, Shape, split
 from lmkv.errors import BadContainer
 
+Turns = tuple[F32 | None, F32 | None, bool]  # cos and sin, [tokens, pairs] each; interleaved
+NativePlace = tuple[tuple[int, ...], tuple[int, ...]]  # sizes, then the first word and the steps
+
+STILL: Turns = (None, None, False)
 SINKS = 4  # first tokens of a prompt that are kept exact: attention sinks
 LARGEST = 2.0**100  # beyond it nothing is taken: sums of squares and steps stay finite
 
@@ -38,6 +43,15 @@ def read(src: memoryview, shape: Shape | None, rope: Rope | None) -> F32 | None:
     if not head.sane(shape.first_token, rope):
         return None
     x = np.empty((shape.layers, per_layer(shape), tokens(shape)), np.float32)
+    if native(src, shape):
+        cos, sin, twisted = turns(rope, shape)
+        if rope and cos is not None and sin is not None:
+            cos, sin = cos / np.float32(rope.factor) ** 2, sin / np.float32(rope.factor) ** 2
+        largest = [
+            _native.klt_read_bf16(src, *turned, *where, mine)
+            for mine, where, turned in _halves(x, src, shape, (cos, sin, twisted))
+        ]
+        return x if widen(np.array(largest, np.uint16), shape.dtype).max() < LARGEST else None
     at = 0
     for words in split(src, shape):
         width = words.shape[-1] * shape.heads
@@ -53,28 +67,46 @@ def read(src: memoryview, shape: Shape | None, rope: Rope | None) -> F32 | None:
 
 def write(x: F32, dst: memoryview, shape: Shape, rope: Rope | None) -> None:
     """The inverse of `read`, in place on ``x``; absent pages become zero. ``shape`` is of ``dst``."""
-    start = np.frombuffer(dst, np.uint8).ctypes.data
-    native = shape.dtype == "bfloat16" and start % 2 == 0
-    if rope and not native:
-        rotate(_k(x, shape), rope, shape.first_token)
-    turns = _turns(rope, shape) if rope and native else (None, None)
-    at = 0
-    for words in split(dst, shape):
-        width = words.shape[-1] * shape.heads
-        if native and width:
-            for layer, into in zip(x[:, at : at + width], words, strict=True):
-                page, token, each, channel = (step // 2 for step in into.strides)
-                places = (into.ctypes.data - start) // 2, page, token, each, channel
-                cos, sin = turns if at == 0 else (None, None)
-                _native.klt_write_bf16(
-                    layer, cos, sin, bool(rope and rope.interleaved), shape.pages, shape.page_tokens, shape.heads,
-                    places, dst,
-                )  # fmt: skip
-        elif width:
+    if native(dst, shape):
+        for mine, where, turned in _halves(x, dst, shape, turns(rope, shape)):
+            _native.klt_write_bf16(mine, *turned, *where, dst)
+    else:
+        if rope:
+            rotate(_k(x, shape), rope, shape.first_token)
+        at = 0
+        for words in split(dst, shape):
+            width = words.shape[-1] * shape.heads
             words[...] = narrow(x[:, at : at + width], shape.dtype).transpose(0, 2, 1).reshape(words.shape)
-        if shape.page_mask:
+            at += width
+    clear(dst, shape)
+
+
+def clear(dst: memoryview, shape: Shape) -> None:
+    """Absent pages become zero."""
+    if shape.page_mask:
+        for words in split(dst, shape):
             words[:, [j for j in range(shape.pages) if not shape.page_mask >> j & 1]] = 0
-        at += width
+
+
+def native(raw: memoryview, shape: Shape) -> bool:
+    """The native readers and writers take these bytes."""
+    return shape.dtype == "bfloat16" and _address(np.frombuffer(raw, np.uint8)) % 2 == 0
+
+
+def place(words: NDArray[Any], raw: memoryview) -> NativePlace:
+    """Where in ``raw`` a view of it lies, as `split` makes them or a part of one, for the native functions."""
+    steps = (step // words.itemsize for step in words.strides)
+    start = _address(words) - _address(np.frombuffer(raw, np.uint8))
+    return words.shape, (start // words.itemsize, *steps)
+
+
+def turns(rope: Rope | None, shape: Shape) -> Turns:
+    """cos and sin of the part's tokens as `klt_reference.cos_sin` makes them, and whether pairs are interleaved."""
+    if not rope:
+        return STILL
+    cos, sin = np.empty((2, tokens(shape), len(rope.inv_freq)), np.float32)
+    _native.klt_cos_sin(np.array(rope.inv_freq, np.float64), shape.first_token, rope.factor, cos, sin)
+    return cos, sin, rope.interleaved
 
 
 def coded(shape: Shape, exact: int) -> NDArray[np.bool_]:
@@ -121,14 +153,26 @@ def _k(x: F32, shape: Shape) -> F32:
     return x[:, : shape.heads * shape.dim].reshape(shape.layers, shape.heads, shape.dim, -1)
 
 
-def _turns(rope: Rope, shape: Shape) -> tuple[F32, F32]:
-    """cos and sin, [pairs, tokens] each."""
-    cos, sin = cos_sin(rope, shape.first_token, tokens(shape))
-    return np.ascontiguousarray(cos.T), np.ascontiguousarray(sin.T)
+def _address(words: NDArray[Any]) -> int:
+    found: int = words.__array_interface__["data"][0]
+    return found
+
+
+def _halves(x: F32, raw: memoryview, shape: Shape, turned: Turns) -> Iterator[tuple[F32, NativePlace, Turns]]:
+    """K of ``x``, where it lies, how it turns; then the same of V, where there is one."""
+    at = 0
+    for words in split(raw, shape):
+        width = words.shape[-1] * shape.heads
+        if width:
+            yield x[:, at : at + width], place(words, raw), STILL if at else turned
+        at += width
 
 
 def _unrotate(k: F32, rope: Rope, shape: Shape) -> None:
-    cos, sin = (each / np.float32(rope.factor) ** 2 for each in _turns(rope, shape))
+    cos, sin = (
+        np.ascontiguousarray(each.T) / np.float32(rope.factor) ** 2
+        for each in cos_sin(rope, shape.first_token, tokens(shape))
+    )
     one, two = pairs(rope, k.shape[-2])
     a, b = k[..., one, :], k[..., two, :]
     rotated = a * cos + b * sin

@@ -17,7 +17,7 @@ from lmkv.errors import BadContainer, ConfigError, nearest
 if TYPE_CHECKING:
     from lmkv.chunk import Header
     from lmkv.codec.profile import Profile
-    from lmkv.codec.shape import Meanings
+    from lmkv.codec.shape import Meaning, Meanings
     from lmkv.config import TierConfig
 
 BOUNDS = {"exact": 0.0, "kl<0.001": 0.001, "kl<0.01": 0.01, "kl<0.05": 0.05}
@@ -114,7 +114,7 @@ def _can(needs: str, meanings: Meanings) -> bool:
 
 
 def _profile(name: str, meanings: Meanings | None) -> Profile | None:
-    """The profile of that file or id. ConfigError: there is none, or it is of a model with other heads."""
+    """The profile of that file or id. ConfigError: there is none, or it is not of this model as it is stored here."""
     if not name:
         return None
     from lmkv.codec import profile as profiles
@@ -125,10 +125,38 @@ def _profile(name: str, meanings: Meanings | None) -> Profile | None:
         raise ConfigError("profile", str(wrong)) from None
     about = found.description
     sizes = about.heads, about.dim, about.dim_v
-    here = {(each.heads, each.dim, each.dim_v) for each in meanings or () if each.axes}
-    if here and sizes not in here:
-        raise ConfigError("profile", f"{about.model} caches {sizes} (heads, K and V width), this model {sorted(here)}")
+    here = [each for each in meanings or () if each.axes]
+    alike = [each for each in here if (each.heads, each.dim, each.dim_v) == sizes]
+    if here and not alike:
+        others = sorted({(each.heads, each.dim, each.dim_v) for each in here})
+        raise ConfigError("profile", f"{about.model} caches {sizes} (heads, K and V width), this model {others}")
+    reasons = [_misfit(found, each) for each in alike]
+    if reasons and all(reasons):
+        raise ConfigError("profile", reasons[0])
     return found
+
+
+def _misfit(profile: Profile, meaning: Meaning) -> str:
+    """Why caches of as many and as wide heads cannot be coded with the profile as well as it says; '' where they can,
+    as far as is known."""
+    from lmkv.codec.floats import WIDE
+    from lmkv.codec.klt import fits
+
+    about, turned = profile.description, profile.rope
+    if meaning.layers not in (0, about.layers):
+        return f"{about.model} has {about.layers} layers that cache alike, here are {meaning.layers} of them"
+    if meaning.rope and turned and not turned.like(meaning.rope):
+        return f"{about.model} rotates its keys by other angles than this model"
+    if meaning.dtype not in WIDE:
+        return f"{PROFILED} takes no {meaning.dtype} caches"
+    if not all(fits(profile, part) for part in meaning.parts()):
+        most = max(place.layers for place in about.blocks)
+        return (
+            f"its blocks of up to {most} layers do not fit into the parts that chunks of {meaning.chunk_tokens} tokens "
+            f"are cut into: make one with `lmkv codec calibrate --chunk-tokens {meaning.chunk_tokens}`, or set the "
+            "chunk_tokens that it was made for"
+        )
+    return ""
 
 
 def _find(identity: str) -> Profile:

@@ -16,54 +16,72 @@ An encoder picks any ids; a symbol whose frequency is 0 goes out as an escape.
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmkv import _native
 from lmkv.codec import head
-from lmkv.codec.tables import BITS, COSTS, ESCAPE, FREQS, IDS, MIDDLE, REACH, SHIFT, SHIFTS, TABLE
+from lmkv.codec.tables import BITS, COSTS, FREQS, IDS, MIDDLE, SHIFT, SHIFTS, TABLE
 from lmkv.errors import BadContainer
 
 I16 = NDArray[np.int16]
 U8 = NDArray[np.uint8]
+# Bits of a row id's difference from the one that is expected, roughly: what a choice between ids weighs.
+_ASIDE = 1.5 + 2 * np.log2(1 + np.arange(IDS, dtype=np.float32))
 _FRONT, _SIZE = struct.Struct("<HBBII"), struct.Struct("<I")
 
 
 def choose(q: I16, default: U8) -> U8:
     """The row id that takes the fewest bits for each row of q [rows, columns]."""
-    rows = len(q)
-    spread = np.sqrt((q.astype(np.float32) ** 2).mean(1))
+    return _cheapest(_priced(q), default)
+
+
+class _Prices(NamedTuple):
+    """zero: bool [rows], all zero. some: (rows, row ids, bits [those rows, those ids]) wherever it may pay."""
+
+    zero: NDArray[np.bool_]
+    some: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]]
+
+
+def _priced(q: I16) -> _Prices:
+    q, squares = np.ascontiguousarray(q), np.empty(len(q), np.int64)
+    _native.coefficients_squares(q, squares)
+    spread = np.sqrt(squares.astype(np.float32) / np.float32(q.shape[1]))
     octaves = np.log2(np.maximum(spread, 1e-9) / 2.5)
-    best, ids = np.full(rows, np.inf, np.float32), np.zeros(rows, np.uint8)
-    distance = np.abs(np.arange(IDS)[None, :] - default[:, None].astype(np.int64))
-    aside = 1.5 + 2 * np.log2(1 + distance.astype(np.float32))
+    found = []
     for shift in range(SHIFTS + 1):
         above, below = shift - 1.8 if shift else -np.inf, shift + 0.5 if shift < SHIFTS else np.inf
         some = np.flatnonzero((octaves > above) & (octaves <= below))
-        of_shift = 1 + np.flatnonzero(SHIFT[1:] == shift)
-        if not len(some):
-            continue
-        symbols = symbols_of(q[some], np.full(len(some), shift, np.uint8))[0]
-        counts = np.bincount((symbols + np.arange(len(some))[:, None] * 16).reshape(-1), minlength=16 * len(some))
-        bits = counts.reshape(-1, 16).astype(np.float32) @ COSTS[of_shift].T + aside[np.ix_(some, of_shift)]
+        if len(some):
+            counts = np.empty((len(some), 16), np.uint32)
+            _native.coefficients_counts(q, some.astype(np.uint32), shift, counts)
+            of_shift = 1 + np.flatnonzero(SHIFT[1:] == shift)
+            found.append((some, of_shift, counts.astype(np.float32) @ COSTS[of_shift].T))
+    return _Prices(squares == 0, found)
+
+
+def _cheapest(prices: _Prices, default: U8) -> U8:
+    best, ids = np.full(len(default), np.inf, np.float32), np.zeros(len(default), np.uint8)
+    for some, of_shift, bits in prices.some:
+        bits = bits + _ASIDE[np.abs(of_shift - default[some].astype(np.int64)[:, None])]  # noqa: PLW2901
         winner = bits.argmin(1)
-        bits = bits[np.arange(len(some)), winner]
-        better = bits < best[some]
-        best[some[better]] = bits[better]
+        least = bits[np.arange(len(some)), winner]
+        better = least < best[some]
+        best[some[better]] = least[better]
         ids[some[better]] = of_shift[winner[better]]
-    ids[~q.any(1)] = 0
+    ids[prices.zero] = 0
     return ids
 
 
 def encode(q: I16, default: U8 | None = None) -> bytes:
     """q: [rows, columns]. default: row id expected of each row, which the decoder must have too; None: one for all."""
-    rows = len(q)
-    base = 0
+    base, prices = 0, _priced(q)
     if default is None:
-        base = int(np.bincount(choose(q, np.full(rows, MIDDLE, np.uint8))).argmax())
-        default = np.full(rows, base, np.uint8)
-    ids = choose(q, default)
+        base = int(np.bincount(_cheapest(prices, np.full(len(q), MIDDLE, np.uint8))).argmax())
+        default = np.full(len(q), base, np.uint8)
+    ids = _cheapest(prices, default)
     differences = (ids.astype(np.int16) - default)[None]
     own = choose(differences, np.array([4], np.uint8))
     first = _pack(differences, own)
@@ -85,29 +103,17 @@ def decode(src: memoryview, rows: int, columns: int, default: U8 | None = None) 
     return _unpack(src, ids.astype(np.uint8), second, columns)
 
 
-def symbols_of(q: I16, shift: U8) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The symbols of rows, and ``q + half``."""
-    wide = q + ((1 << shift.astype(np.int32)) >> 1)[:, None]
-    high = (wide >> shift[:, None]) + np.int32(REACH)
-    high[(high < 0) | (high > 2 * REACH)] = ESCAPE
-    return high, wide
-
-
 def _parts(q: I16, ids: U8) -> tuple[bytes, bytes, bytes]:
     some = np.flatnonzero(ids)
     if not len(some):
         return b"", b"", b""
-    q, ids = q[some], ids[some]
-    symbols, wide = symbols_of(q, SHIFT[ids])
-    symbols[FREQS[TABLE[ids][:, None], symbols] == 0] = ESCAPE
-    room = bytearray(q.size * 2 + 4 * 64 + 1024)
-    used = _native.rans_encode(np.ascontiguousarray(symbols, np.uint8), TABLE[ids], FREQS, BITS, room)
-    planes = np.zeros((int(SHIFT[ids].sum()), -(-q.shape[1] // 8)), np.uint8)
-    starts = np.cumsum(SHIFT[ids].astype(np.int64)) - SHIFT[ids]
-    for bit in range(int(SHIFT[ids].max())):
-        rows = np.flatnonzero(SHIFT[ids] > bit)
-        planes[starts[rows] + bit] = np.packbits((wide[rows] >> bit & 1).astype(np.uint8), axis=1, bitorder="little")
-    return bytes(room[:used]), planes.tobytes(), q[symbols == ESCAPE].astype("<i2").tobytes()
+    q, ids = np.ascontiguousarray(q), ids[some]
+    symbols, table = np.empty((len(some), q.shape[1]), np.uint8), TABLE[ids]
+    low, escapes = bytearray(int(SHIFT[ids].sum()) * -(-q.shape[1] // 8)), bytearray(2 * symbols.size)
+    count = _native.coefficients_split(q, some.astype(np.uint32), SHIFT[ids], table, FREQS, symbols, low, escapes)
+    room = bytearray(symbols.size * 2 + 4 * 64 + 1024)
+    used = _native.rans_encode(symbols, table, FREQS, BITS, room)
+    return bytes(memoryview(room)[:used]), bytes(low), bytes(memoryview(escapes)[: 2 * count])
 
 
 def _pack(q: I16, ids: U8) -> bytes:
@@ -117,24 +123,19 @@ def _pack(q: I16, ids: U8) -> bytes:
 
 def _unpack(src: memoryview, ids: U8, coded: int, columns: int) -> I16:
     """The rows of these ids; ``coded``: bytes of rANS at the front of ``src``, whose end must be theirs."""
-    out = np.zeros((len(ids), columns), np.int16)
     some = np.flatnonzero(ids)
     raw, src = head.cut(src, coded)
     shift = SHIFT[ids[some]]
-    width = -(-columns // 8)
-    low, src = head.cut(src, int(shift.sum()) * width)
+    low, src = head.cut(src, int(shift.sum()) * -(-columns // 8))
     if not len(some):
         if len(raw) or len(src):
             raise BadContainer("codec", "bytes after the coefficients")
-        return out
+        return np.zeros((len(ids), columns), np.int16)
     symbols = np.empty((len(some), columns), np.uint8)
-    q = np.empty((len(some), columns), np.int16)
+    q = np.empty((len(ids), columns), np.int16)
     try:
         _native.rans_decode(raw, TABLE[ids[some]], FREQS, BITS, symbols)
-        _native.coefficients_join(symbols, shift, low, src, q)
+        _native.coefficients_join(symbols, some.astype(np.uint32), shift, low, src, q)
     except ValueError as error:
         raise BadContainer("codec", str(error)) from None
-    if len(some) == len(ids):
-        return q
-    out[some] = q
-    return out
+    return q

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lmkv.chunk import MAX_RAW_PARTS, PART_BYTES_AIM
+from lmkv.chunk import bounds
 from lmkv.codec import channels, coefficients, head
 from lmkv.codec import profile as profiles
 from lmkv.codec.floats import F32, narrow, widen
@@ -80,11 +80,9 @@ def places(geometry: Shape, chunk_tokens: int, layers: int = 3, heads: int = 0, 
     Where the layers of a part are not a multiple, some blocks are smaller.
     """
     heads = heads or geometry.heads
-    total = geometry.layers
     layer_bytes = chunk_tokens * channels.per_layer(geometry) * geometry.width
-    count = min(MAX_RAW_PARTS, max(1, total // -(-PART_BYTES_AIM // layer_bytes)))
     found = []
-    for start, stop in pairwise([total * i // count for i in range(count + 1)]):
+    for start, stop in pairwise(bounds(geometry.layers, layer_bytes)):
         for first in range(start, stop, layers):
             for head_ in range(0, geometry.heads, heads):
                 for kv in ["kv"] if joint and geometry.dim_v else ["k", "v"] if geometry.dim_v else ["k"]:

@@ -25,7 +25,7 @@ from lmkv.codec.base import Codec
 from lmkv.codec.coefficients import I16
 from lmkv.codec.floats import F32, WIDE
 from lmkv.codec.profile import Block, Place, Profile
-from lmkv.codec.shape import Shape
+from lmkv.codec.shape import Shape, Words, split
 from lmkv.errors import BadContainer, BadInput, ConfigError
 
 MAGIC = b"klt\x01"
@@ -91,14 +91,26 @@ class Klt(Codec):
             raise BadContainer("codec", "blocks or exact tokens that are not the profile's")
         sizes, body = head.take(body, struct.Struct(f"<{count}I"))
         raw, body = head.cut(body, exact * shape.layers * channels.per_layer(shape) * shape.width)
-        x = np.empty((shape.layers, channels.per_layer(shape), channels.tokens(shape)), np.float32)
+        if len(body) != sum(sizes):
+            raise BadContainer("codec", f"{len(body)} bytes of blocks of {sum(sizes)}")
+        native, step = channels.native(dst, shape), np.float32(profile.description.levels[level].step)
+        if native:
+            halves, turned = split(dst, shape), channels.turns(profile.rope, shape)
+        else:
+            x = np.empty((shape.layers, channels.per_layer(shape), channels.tokens(shape)), np.float32)
         for block, size in zip(blocks, sizes, strict=True):
             mine, body = head.cut(body, size)
             q = coefficients.decode(mine, block.place.kept, channels.tokens(shape), block.defaults[level])
-            reconstruct(block, q, profile.description.levels[level].step, x, shape)
-        if len(body):
-            raise BadContainer("codec", f"{len(body)} bytes after the last block")
-        channels.write(x, dst, shape, profile.rope)
+            if native:
+                places = [channels.place(each, dst) for each in _inside(block.place, shape, halves)]
+                still = channels.STILL if block.place.kv == "v" else turned
+                _native.klt_write_block(block.packed, q, block.scale * step, block.mean, *still, places, dst)
+            else:
+                reconstruct(block, q, step, x, shape)
+        if native:
+            channels.clear(dst, shape)
+        else:
+            channels.write(x, dst, shape, profile.rope)
         channels.restore(raw, dst, shape, exact)
 
 
@@ -110,16 +122,12 @@ def quantise(block: Block, x: F32, step: float) -> I16 | None:
     return y.astype(np.int16) if np.abs(y).max() <= 32767 else None
 
 
-def reconstruct(block: Block, q: I16, step: float, x: F32, shape: Shape) -> None:
+def reconstruct(block: Block, q: I16, step: np.float32, x: F32, shape: Shape) -> None:
     """Put the block's channels, made of its coefficients as `klt_reference.transform` says, in their place in ``x``."""
-    first = block.place.first_layer - shape.first_layer
-    layers = x[first : first + block.place.layers]
-    index = _index(block.place, shape)
-    whole = len(index) == x.shape[1]
-    made = layers.reshape(-1, x.shape[2]) if whole else np.empty((len(block.mean), x.shape[2]), np.float32)
-    _native.klt_transform(block.matrix, q, block.scale * np.float32(step), block.mean, made)
-    if not whole:
-        layers[:, index] = made.reshape(len(layers), len(index), -1)
+    first, index = block.place.first_layer - shape.first_layer, _index(block.place, shape)
+    made = np.empty((x.shape[2], len(block.mean)), np.float32)
+    _native.klt_transform(block.packed, q, block.scale * step, block.mean, made)
+    x[first : first + block.place.layers, index] = made.T.reshape(block.place.layers, len(index), -1)
 
 
 def rows(x: NDArray[Any], place: Place, shape: Shape) -> NDArray[Any]:
@@ -128,6 +136,16 @@ def rows(x: NDArray[Any], place: Place, shape: Shape) -> NDArray[Any]:
     mine = x[first : first + place.layers]
     index = _index(place, shape)
     return (mine if len(index) == x.shape[1] else mine[:, index]).reshape(-1, x.shape[2])
+
+
+def _inside(place: Place, shape: Shape, halves: tuple[Words, Words]) -> list[Words]:
+    """The block's part of K and V [layers, pages, page_tokens, heads, dim], of which it may lack one."""
+    first, heads = place.first_layer - shape.first_layer, slice(place.first_head, place.first_head + place.heads)
+    return [
+        half[first : first + place.layers, :, :, heads]
+        for half, name in zip(halves, "kv", strict=True)
+        if name in place.kv and half.shape[-1]
+    ]
 
 
 def _index(place: Place, shape: Shape) -> NDArray[np.int64]:

@@ -86,6 +86,11 @@ class Block:
     defaults: NDArray[np.uint8]
 
     @cached_property
+    def packed(self) -> _native.KltMatrix:
+        """``matrix`` as the native transform takes it."""
+        return _native.KltMatrix(self.matrix)
+
+    @cached_property
     def forward(self) -> F32:
         """fp32 [K, C]: coefficients of a unit step."""
         made: F32 = np.ascontiguousarray((self.matrix * (self.scale * self.weight**2)[:, None]).T, np.float32)

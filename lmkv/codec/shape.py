@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmkv.chunk import bounds
 from lmkv.errors import BadInput
 
 if TYPE_CHECKING:
@@ -42,6 +44,12 @@ class Rope:
     def __post_init__(self) -> None:
         if not self.inv_freq or not all(map(math.isfinite, (*self.inv_freq, self.factor))) or not self.factor:
             raise BadInput(f"a rope of {self.inv_freq} times {self.factor}")
+
+    def like(self, other: Rope) -> bool:
+        """The same but for rounding: frequencies are computed in many ways."""
+        mine, theirs = ((*each.inv_freq, each.factor) for each in (self, other))
+        same = len(mine) == len(theirs) and self.interleaved == other.interleaved
+        return same and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(mine, theirs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the payload of one group of a spec means: the `Shape` of its parts, but for their place."""
+    """What the payload of one group of a spec means: the `Shape` of its parts, but for their place.
+
+    layers: of the group. chunk_tokens: of the spec. 0: not known.
+    """
 
     dtype: str
     heads: int
@@ -106,9 +117,20 @@ class Meaning:
     axes: str = ""
     rope: Rope | None = None
     layers: int = 0
+    chunk_tokens: int = 0
 
     def __post_init__(self) -> None:
-        Shape(self.dtype, 1, 1, 1, self.heads, self.dim, self.dim_v, self.axes, rope=self.rope)
+        if min(self.layers, self.chunk_tokens) < 0:
+            raise BadInput(f"sizes must not be negative: {self}")
+        tokens = max(1, self.chunk_tokens)
+        Shape(self.dtype, 1, 1, tokens, self.heads, self.dim, self.dim_v, self.axes, rope=self.rope)
+
+    def parts(self) -> list[Shape]:
+        """Shapes of the parts of a chunk in one page; none where its size or axes are not known."""
+        if not (self.axes and self.layers and self.chunk_tokens):
+            return []
+        one = Shape(self.dtype, 1, 1, self.chunk_tokens, self.heads, self.dim, self.dim_v, self.axes, rope=self.rope)
+        return [replace(one, layers=b - a, first_layer=a) for a, b in pairwise(bounds(self.layers, one.nbytes))]
 
     def of_part(self, header: Header, part: Part) -> Shape:
         """The shape of one part of a container of this group."""
@@ -171,7 +193,7 @@ def meanings(
         else:
             order = "" if group.page_padding else order  # noqa: PLW2901
             sizes = group.kv_heads, group.head_dim, group.head_dim_v or 0
-            found.append(Meaning(group.dtype, *sizes, order, turned, len(group.layers)))
+            found.append(Meaning(group.dtype, *sizes, order, turned, len(group.layers), spec.chunk_tokens))
     return tuple(found)
 
 

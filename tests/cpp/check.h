@@ -43,5 +43,6 @@ void test_hashes();
 void test_memory();
 void test_pool();
 void test_rans();
+void test_klt();
 void test_files();
 void test_refusing_file_systems();

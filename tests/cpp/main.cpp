@@ -7,6 +7,7 @@ int main() {
     test_memory();
     test_pool();
     test_rans();
+    test_klt();
     test_files();
     test_refusing_file_systems();
     std::printf("lmkv native tests: %d checks, %d failures\n", checks, failures);

@@ -7,7 +7,10 @@ does not matter to the copies.
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,16 +19,24 @@ import torch
 from sim.host import Memory
 from sim.models import Model, full, mamba, mla, sliding, vllm_config
 from sim.rank import views
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmkv import _native, chunk
-from lmkv.codec import Meanings, meanings, split
+from lmkv.codec import Meanings, Rope, meanings, split
+from lmkv.codec.klt_reference import rotate
+from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey
 from lmkv.pages import PagedKV
 from lmkv.rows import PageRows
-from lmkv_vllm.geometry import Plan, axes, describe
+from lmkv.spec import Kind, KVSpec, LayerGroup
+from lmkv_vllm.geometry import Plan, axes, describe, rope
+from lmkv_vllm.options import Options
+from lmkv_vllm.worker import Worker
 
 LAYOUTS = [layout.name for layout in KVCacheLayout]
 BLOCKS = 13
@@ -187,10 +198,79 @@ def test_codecs_are_told_the_order_of_the_axes(name: str, layout: str) -> None:
         np.testing.assert_array_equal(np.ascontiguousarray(found).view(np.uint8), pages)
 
 
+PLAIN = LayerGroup(Kind.FULL, (0, 1), 16, 2, 64)
+
+
+def embedding(theta: float = 1e4, style: bool = True, **scaling: object) -> RotaryEmbedding:
+    """As vLLM makes it for a model with heads of 64."""
+    with set_current_vllm_config(VllmConfig()):
+        return get_rope(64, 256, style, {"rope_theta": theta, "rope_type": "default", **scaling}, torch.float32)
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch, *made: RotaryEmbedding, group: LayerGroup = PLAIN, **config: object
+) -> Rope | None:
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(made)))
+    text = SimpleNamespace(**config)
+    return rope(KVSpec((group,), 256), SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text)))
+
+
+@pytest.mark.parametrize("style", [True, False])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"partial_rotary_factor": 0.5},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=["plain", "half", "llama3", "yarn"],
+)  # fmt: skip
+def test_codecs_are_told_how_keys_are_rotated(
+    monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any], style: bool
+) -> None:
+    """Keys that are rotated as told are those that vLLM rotates."""
+    module = embedding(3e4, style, **scaling)
+    known = told(monkeypatch, module, module)
+    assert known is not None
+    keys = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    theirs = module.forward_native(torch.arange(100), keys.clone(), keys.clone())[1]
+    mine = keys.T.contiguous().numpy()
+    rotate(mine, known, 0)
+    np.testing.assert_allclose(mine.T, theirs.numpy(), atol=2e-4)
+    assert len(known.inv_freq) == (16 if "partial_rotary_factor" in scaling else 32)
+
+
+def test_what_is_not_rotated_by_the_position_alone_and_alike_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = embedding()
+    assert told(monkeypatch, plain) is not None
+    assert told(monkeypatch) is None
+    assert told(monkeypatch, plain, embedding(1e6)) is None
+    assert told(monkeypatch, embedding(rope_type="dynamic", factor=2.0)) is None
+    assert told(monkeypatch, plain, no_rope_layers=[1, 1, 0]) is None
+    assert told(monkeypatch, plain, group=LayerGroup(Kind.MLA, (0,), 16, 1, 576)) is None
+    assert told(monkeypatch, plain, group=LayerGroup(Kind.SLIDING, (0,), 16, 1, 64, window=64)) is None
+    assert told(monkeypatch, plain, group=LayerGroup(Kind.FULL, (0,), 16, 1, 32)) is None
+
+
 def test_pages_of_another_make_have_no_axes() -> None:
     for case, layout in (("kernel split", "LBHNC"), ("scales, padded", "LBHNC")):
         cache = Cache(CASES[case], layout)
         assert axes(cache.spec, cache.planes) == [""]
+
+
+@pytest.mark.parametrize("codec", ["kch", "cachegen"])
+def test_a_codec_that_must_know_the_axes_is_refused_at_start_on_a_cpu(place: Path, codec: str) -> None:
+    """By a host service of its own, before anything is stored."""
+    cache = Cache(CASES["full"], "LBHNC")
+    extra = {"socket": str(place / "socket"), "cpu_budget": "16MiB", "tiers": [f"disk://{place}/disk?codec={codec}"]}
+    worker = Worker(vllm_config(Model("layouts", cache.case.layers)), cache.config, Options.of(extra), (0, 0))
+    with closing(worker), pytest.raises(ConfigError) as caught:
+        worker.register(cache.tensors)
+    assert caught.value.key == "tiers.0.codec"
+    assert f"{codec} must know how pages are laid out, which it is not told here; these work: " in str(caught.value)
+    assert "xpl" in str(caught.value)
 
 
 def test_a_kernel_split_is_told_apart() -> None:

@@ -160,8 +160,8 @@ class Model:
         heads, _, dim, dim_v = shapes.pop()
         layers = tuple(range(len(cache.layers)))
         group = LayerGroup(Kind.FULL, layers, CHUNK_TOKENS, heads, dim, dim_v)
-        meaning = Meaning("bfloat16", heads, dim, dim_v, AXES, rope_of(self.model))
-        return Geometry(KVSpec((group,), CHUNK_TOKENS), meaning)
+        sizes = heads, dim, dim_v, AXES, rope_of(self.model), len(layers), CHUNK_TOKENS
+        return Geometry(KVSpec((group,), CHUNK_TOKENS), Meaning("bfloat16", *sizes))
 
     def _fingerprint(self, dtype: str) -> str:
         files = sorted(path for path in self.folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
