@@ -11,10 +11,11 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from cache_servers import whole  # noqa: E402
-from targets import CODECS, TARGETS  # noqa: E402
+from targets import CODECS, PROFILES, TARGETS  # noqa: E402
+from test_codec_klt import made  # noqa: E402
 
 from lmkv import codec  # noqa: E402
-from lmkv.codec import Meaning, Rope  # noqa: E402
+from lmkv.codec import Meaning, Rope, profile  # noqa: E402
 from lmkv.server import data as remote  # noqa: E402
 from lmkv.server import protocol as host  # noqa: E402
 from lmkv.testing.backend_tests import key_of  # noqa: E402
@@ -62,11 +63,17 @@ def seeds() -> dict[str, dict[str, bytes]]:
 
 
 def _streams() -> Iterator[tuple[str, bytes]]:
-    """A small part through each codec."""
+    """A small part through each codec; klt's profile is made anew."""
     shape = replace(PLAIN, layers=1, pages=1, page_tokens=33)
     raw = kv(shape)
+    PROFILES.mkdir(exist_ok=True)
+    for old in PROFILES.iterdir():
+        old.unlink()
+    made(1, 0, True, replace(shape, page_tokens=1, first_token=0)).save(str(PROFILES))
+    profile.look_in([str(PROFILES)])
     for number, name in enumerate(CODECS):
-        stream = encode(codec.get(name), raw, shape)
+        options = (None, next(PROFILES.iterdir()).stem) if name == "klt" else ()
+        stream = encode(codec.get(name, *options), raw, shape)
         assert stream, name
         yield name, bytes([number]) + len(raw).to_bytes(2, "little") + stream
 

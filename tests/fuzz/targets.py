@@ -11,12 +11,14 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from lmkv import chunk, codec
 from lmkv.backends.resp import Replies
+from lmkv.codec import profile
 from lmkv.config import Config
 from lmkv.errors import BadContainer, BadInput
 from lmkv.keys import ChunkKey
@@ -50,6 +52,8 @@ def sealed(data: bytes) -> None:
 
 def streams(data: bytes) -> None:
     """A stream of the codec that the first byte names, decoded to as many bytes as the next two say."""
+    if str(PROFILES) not in profile._folders:
+        profile._folders.append(str(PROFILES))
     if len(data) > 3:
         nbytes = int.from_bytes(data[1:3], "little")
         room = bytearray(nbytes + 64)
@@ -58,8 +62,13 @@ def streams(data: bytes) -> None:
         assert not any(room[:32] + room[32 + nbytes :]), "written beyond the part"
 
 
-CODECS = ("zstd", "xpl", "fp8", "q8", "cachegen", "kch")
-_codec = functools.cache(codec.get)
+CODECS = ("zstd", "xpl", "fp8", "q8", "cachegen", "kch", "klt")
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@functools.cache
+def _codec(name: str) -> codec.Codec:
+    return codec.get(name, None, next(PROFILES.iterdir()).stem) if name == "klt" else codec.get(name)
 
 
 def key(data: bytes) -> None:
