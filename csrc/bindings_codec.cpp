@@ -99,16 +99,19 @@ std::size_t low_bytes(const CoefficientRows& rows) {
     return bits * ((rows.cols + 7) / 8);
 }
 
-void join_coefficients(const Matrix<const std::uint8_t>& symbols, const Vector<std::uint32_t>& rows,
-                       const Vector<std::uint8_t>& shifts, nb::handle low, nb::handle escapes,
-                       const Matrix<std::int16_t>& q) {
-    const Bytes bits(low), values(escapes);
-    const CoefficientRows which = coefficient_rows(rows, shifts, q.shape(0), q.shape(1));
-    if (symbols.shape(0) != which.count || symbols.shape(1) != which.cols) bad_value("the arrays must fit together");
-    if (bits.size() != low_bytes(which) || values.size() % 2) bad_value("the low bits have another size");
+void decode_coefficients(nb::handle src, const Vector<std::uint16_t>& tables, const Vector<std::uint8_t>& shifts,
+                         const Matrix<const std::uint16_t>& freqs, int bits,
+                         const std::optional<Vector<std::uint8_t>>& defaults, const Matrix<std::int16_t>& q) {
+    const std::size_t count = tables.shape(0);
+    const auto model = model_of(freqs, bits);
+    if (shifts.shape(0) != count || count > 256 || model->alphabet != 16) bad_value("the arrays must fit together");
+    if (defaults && defaults->shape(0) != q.shape(0)) bad_value("there must be a default for each row");
+    for (std::size_t i = 0; i < count; ++i)
+        if (tables.data()[i] >= model->tables || shifts.data()[i] > 8) bad_value("an id without a table or shift");
+    const Bytes bytes(src);
     const Unlocked unlocked;
-    if (!coefficients_join(symbols.data(), which, bits.data(), values.data(), values.size() / 2, q.data(), q.shape(0)))
-        bad_value("more or fewer escapes than escaped symbols");
+    coefficients_decode(bytes.data(), bytes.size(), {tables.data(), shifts.data(), count, model.get()},
+                        defaults ? defaults->data() : nullptr, q.data(), q.shape(0), q.shape(1));
 }
 
 std::size_t split_coefficients(const Matrix<const std::int16_t>& q, const Vector<std::uint32_t>& rows,
@@ -275,8 +278,9 @@ void bind_codecs(nb::module_& m) {
           "count1"_a, "stride1"_a, "dim"_a, "out"_a);
     m.def("xpl_decode", decode_xpl, "src"_a, "type"_a, nb::arg("starts").noconvert(), "count0"_a, "stride0"_a,
           "count1"_a, "stride1"_a, "dim"_a, "values"_a);
-    m.def("coefficients_join", join_coefficients, nb::arg("symbols").noconvert(), nb::arg("rows").noconvert(),
-          nb::arg("shifts").noconvert(), "low"_a, "escapes"_a, nb::arg("q").noconvert());
+    m.def("coefficients_decode", decode_coefficients, "src"_a, nb::arg("tables").noconvert(),
+          nb::arg("shifts").noconvert(), nb::arg("freqs").noconvert(), "bits"_a, nb::arg("defaults").noconvert().none(),
+          nb::arg("q").noconvert());
     m.def("coefficients_split", split_coefficients, nb::arg("q").noconvert(), nb::arg("rows").noconvert(),
           nb::arg("shifts").noconvert(), nb::arg("tables").noconvert(), nb::arg("freqs").noconvert(),
           nb::arg("symbols").noconvert(), "low"_a, "escapes"_a);

@@ -22,8 +22,23 @@ struct CoefficientRows {
 bool coefficients_join(const std::uint8_t* symbols, const CoefficientRows& which, const std::uint8_t* low,
                        const std::uint8_t* escapes, std::size_t escape_count, std::int16_t* q, std::size_t all);
 
-// The opposite. tables[count] name rows of freqs[..][16]; a symbol without frequency there is escaped. Returns how many
-// values it wrote to escapes, which has room for all.
+class RansModel;
+
+// What row ids stand for: a table of the model, and a shift of at most 8. Id 0 is a row of zeros.
+struct CoefficientIds {
+    const std::uint16_t* tables;
+    const std::uint8_t* shifts;
+    std::size_t count;  // at most 256
+    const RansModel* model;
+};
+
+// q[rows][cols] of a whole stream of coefficients. defaults: the id expected of each row; null: the stream's own for
+// all. std::invalid_argument: it is no stream of this size; what q then holds is unspecified.
+void coefficients_decode(const std::uint8_t* src, std::size_t nbytes, const CoefficientIds& known,
+                         const std::uint8_t* defaults, std::int16_t* q, std::size_t rows, std::size_t cols);
+
+// The opposite of joining. tables[count] name rows of freqs[..][16]; a symbol without frequency there is escaped.
+// Returns how many values it wrote to escapes, which has room for all.
 std::size_t coefficients_split(const std::int16_t* q, const CoefficientRows& which, const std::uint16_t* tables,
                                const std::uint16_t* freqs, std::uint8_t* symbols, std::uint8_t* low,
                                std::int16_t* escapes);

@@ -183,18 +183,19 @@ def xpl_decode(
 ) -> int:
     """The opposite; the bytes of ``src`` that it took. ValueError: ``src`` is corrupt or truncated."""
 
-def coefficients_join(
-    symbols: NDArray[np.uint8],
-    rows: NDArray[np.uint32],
+def coefficients_decode(
+    src: Buffer,
+    tables: NDArray[np.uint16],
     shifts: NDArray[np.uint8],
-    low: Buffer,
-    escapes: Buffer,
+    freqs: NDArray[np.uint16],
+    bits: int,
+    defaults: NDArray[np.uint8] | None,
     q: NDArray[np.int16],
 ) -> None:
-    """Fills rows of ``q[all, cols]`` from symbols, low bits and escapes, as `lmkv.codec.coefficients` lays them out.
+    """Fills ``q[rows, cols]`` from a whole stream of coefficients, as `lmkv.codec.coefficients` lays them out.
 
-    rows: numbers of those rows, rising; the others become zero. ValueError: low bits or escapes of another size than
-    the symbols and shifts say.
+    tables, shifts: of each row id; freqs and bits as in `rans_decode`. defaults: the id expected of each row, None: the
+    stream's own. ValueError: it is no stream of this size.
     """
 
 def coefficients_split(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmkv import _native as native
+from lmkv.codec import coefficients, tables
 from lmkv.codec.klt_reference import cos_sin, pairs, rotate, to_bfloat16, transform
 from lmkv.codec.shape import Rope
+from lmkv.errors import BadContainer
 
 EVERY_LEVEL = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -205,27 +209,36 @@ def plainly_joined(symbols: np.ndarray, shifts: list[int], low: np.ndarray, esca
 
 
 @EVERY_LEVEL
-@given(rows=st.integers(1, 6), cols=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
-def test_coefficients(rows: int, cols: int, seed: int, level: str) -> None:
+@given(rows=st.integers(1, 6), cols=st.integers(1, 40), seed=st.integers(0, 2**32 - 1), own=st.booleans())
+def test_coefficients(rows: int, cols: int, seed: int, own: bool, level: str) -> None:
+    """A stream put together from its pieces, and each piece too short or too long."""
     rng = np.random.default_rng(seed)
-    symbols = rng.integers(0, 16, (rows, cols), np.uint8)
-    shifts = rng.integers(0, 9, rows).astype(np.uint8)
+    ids = (rng.integers(0, tables.IDS, rows) * rng.integers(0, 2, rows)).astype(np.uint8)
+    default = None if own else rng.integers(0, tables.IDS, rows).astype(np.uint8)
+    some, base = np.flatnonzero(ids), int(rng.integers(0, tables.IDS)) if own else 0
+    shifts, table = tables.SHIFT[ids[some]], tables.TABLE[ids[some]]
+    symbols = np.array([rng.choice(np.flatnonzero(tables.FREQS[row]), cols) for row in table], np.uint8)
+    symbols = symbols.reshape(len(some), cols)
     low = rng.integers(0, 256, (int(shifts.sum()), -(-cols // 8)), np.uint8)
     escapes = rng.integers(-32768, 32768, int((symbols == 15).sum())).astype("<i2")
-    some = np.sort(rng.permutation(2 * rows)[:rows]).astype(np.uint32)
-    q = np.full((2 * rows, cols), 99, np.int16)
-    native.coefficients_join(symbols, some, shifts, low.tobytes(), escapes.tobytes(), q)
+    room = bytearray(2 * symbols.size + 2000)
+    used = native.rans_encode(symbols, table, tables.FREQS, tables.BITS, room) if len(some) else 0
+    differences = (ids.astype(np.int16) - (base if default is None else default))[None]
+    of_ids = coefficients.choose(differences, np.array([4], np.uint8))
+
+    def decoded(base: int, zero: int, first: bytes, second: bytes, low: bytes, escapes: bytes) -> np.ndarray:
+        front = struct.pack("<HBBII", base, of_ids[0], zero, len(first), len(second))
+        stream = front + first + second + low + escapes
+        return coefficients.decode(memoryview(stream), rows, cols, default)
+
+    parts = base, 0, coefficients._pack(differences, of_ids), bytes(room[:used]), low.tobytes(), escapes.tobytes()
+    q = decoded(*parts)
     np.testing.assert_array_equal(q[some], plainly_joined(symbols, shifts.tolist(), low, escapes.tolist()))
     assert not np.delete(q, some, 0).any()
-    for wrong in (escapes.tobytes() + b"\0\0", escapes.tobytes()[2:]):
-        if wrong != escapes.tobytes():
-            with pytest.raises(ValueError, match="escapes"):
-                native.coefficients_join(symbols, some, shifts, low.tobytes(), wrong, q)
-    with pytest.raises(ValueError, match="low bits"):
-        native.coefficients_join(symbols, some, shifts, low.tobytes() + b"\0", escapes.tobytes(), q)
-    for beyond in (some + np.uint32(2 * rows), some[::-1].copy() if rows > 1 else some + np.uint32(99)):
-        with pytest.raises(ValueError, match="rise"):
-            native.coefficients_join(symbols, beyond, shifts, low.tobytes(), escapes.tobytes(), q)
+    wrong = [(0, tables.IDS), (1, 1), *((i, b"\0\0" + parts[i]) for i in range(2, 6))]
+    for number, other in [*wrong, *((i, parts[i][2:]) for i in range(2, 6) if parts[i])]:
+        with pytest.raises(BadContainer):
+            decoded(*parts[:number], other, *parts[number + 1 :])
 
 
 @EVERY_LEVEL
@@ -234,20 +247,19 @@ def test_split_and_joined_again(rows: int, cols: int, reach: int, seed: int, lev
     """Symbols, low bits and escapes say q; a symbol without frequency is always an escape."""
     rng = np.random.default_rng(seed)
     q = rng.integers(-reach, reach + 1, (2 * rows, cols)).astype(np.int16)
-    shifts, tables = rng.integers(0, 9, rows).astype(np.uint8), rng.integers(0, 3, rows).astype(np.uint16)
+    shifts, table = rng.integers(0, 9, rows).astype(np.uint8), rng.integers(0, 3, rows).astype(np.uint16)
     some = np.sort(rng.permutation(2 * rows)[:rows]).astype(np.uint32)
     freqs = rng.integers(0, 2, (3, 16)).astype(np.uint16)
     symbols, escapes = np.empty((rows, cols), np.uint8), np.empty(rows * cols, np.int16)
     low = np.empty(int(shifts.sum()) * -(-cols // 8), np.uint8)
-    count = native.coefficients_split(q, some, shifts, tables, freqs, symbols, low, escapes)
+    count = native.coefficients_split(q, some, shifts, table, freqs, symbols, low, escapes)
     assert count == (symbols == 15).sum()
     wide = q[some].astype(np.int32) + (1 << shifts.astype(np.int32) >> 1)[:, None]
     high = (wide >> shifts[:, None]) + 7
-    fits = (high >= 0) & (high < 15) & (freqs[tables[:, None], high.clip(0, 14)] > 0)
+    fits = (high >= 0) & (high < 15) & (freqs[table[:, None], high.clip(0, 14)] > 0)
     np.testing.assert_array_equal(symbols, np.where(fits, high, 15))
-    back = np.zeros_like(q)
-    native.coefficients_join(symbols, some, shifts, low, escapes[:count].tobytes(), back)
-    np.testing.assert_array_equal(back[some], q[some])
+    planes = low.reshape(int(shifts.sum()), -(-cols // 8))
+    np.testing.assert_array_equal(plainly_joined(symbols, shifts.tolist(), planes, escapes.tolist()), q[some])
     for shift in (0, 3):
         counts, every = np.empty((rows, 16), np.uint32), (q[some].astype(int) + (1 << shift >> 1) >> shift) + 7
         native.coefficients_counts(q, some, shift, counts)

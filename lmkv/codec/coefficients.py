@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv import _native
-from lmkv.codec import head
 from lmkv.codec.tables import BITS, COSTS, FREQS, IDS, MIDDLE, SHIFT, SHIFTS, TABLE
 from lmkv.errors import BadContainer
 
@@ -91,16 +90,12 @@ def encode(q: I16, default: U8 | None = None) -> bytes:
 
 def decode(src: memoryview, rows: int, columns: int, default: U8 | None = None) -> I16:
     """int16 [rows, columns] of a whole stream. BadContainer("codec"): it is none of this size."""
-    (base, own, zero, first, second), src = head.take(src, _FRONT)
-    if zero or base >= IDS or own >= IDS:
-        raise BadContainer("codec", "not the front of coefficients")
-    raw, src = head.cut(src, first)
-    (coded,), raw = head.take(raw, _SIZE)
-    differences = _unpack(raw, np.array([own], np.uint8), coded, rows)[0]
-    ids = differences.astype(np.int32) + (base if default is None else default)
-    if ids.min() < 0 or ids.max() >= IDS:
-        raise BadContainer("codec", "a row id that is none")
-    return _unpack(src, ids.astype(np.uint8), second, columns)
+    q = np.empty((rows, columns), np.int16)
+    try:
+        _native.coefficients_decode(src, TABLE, SHIFT, FREQS, BITS, default, q)
+    except ValueError as error:
+        raise BadContainer("codec", str(error)) from None
+    return q
 
 
 def _parts(q: I16, ids: U8) -> tuple[bytes, bytes, bytes]:
@@ -119,23 +114,3 @@ def _parts(q: I16, ids: U8) -> tuple[bytes, bytes, bytes]:
 def _pack(q: I16, ids: U8) -> bytes:
     symbols, planes, escapes = _parts(q, ids)
     return _SIZE.pack(len(symbols)) + symbols + planes + escapes
-
-
-def _unpack(src: memoryview, ids: U8, coded: int, columns: int) -> I16:
-    """The rows of these ids; ``coded``: bytes of rANS at the front of ``src``, whose end must be theirs."""
-    some = np.flatnonzero(ids)
-    raw, src = head.cut(src, coded)
-    shift = SHIFT[ids[some]]
-    low, src = head.cut(src, int(shift.sum()) * -(-columns // 8))
-    if not len(some):
-        if len(raw) or len(src):
-            raise BadContainer("codec", "bytes after the coefficients")
-        return np.zeros((len(ids), columns), np.int16)
-    symbols = np.empty((len(some), columns), np.uint8)
-    q = np.empty((len(ids), columns), np.int16)
-    try:
-        _native.rans_decode(raw, TABLE[ids[some]], FREQS, BITS, symbols)
-        _native.coefficients_join(symbols, some.astype(np.uint32), shift, low, src, q)
-    except ValueError as error:
-        raise BadContainer("codec", str(error)) from None
-    return q

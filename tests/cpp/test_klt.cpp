@@ -2,10 +2,13 @@
 // sanitizers see every read and write beside them.
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "klt.h"
+#include "rans.h"
 
 namespace {
 
@@ -74,6 +77,83 @@ void test_rows(Random& random) {
     if (n) CHECK(!coefficients_join(symbols.data(), which, low.data(), bytes.data(), n - 1, back.data(), all));
 }
 
+using Bytes = std::vector<std::uint8_t>;
+
+void put(Bytes& out, std::size_t value, int bytes) {
+    for (int i = 0; i < bytes; ++i) out.push_back(static_cast<std::uint8_t>(value >> 8 * i));
+}
+
+// Rows with these ids: bytes of rANS, then low bits and escapes.
+std::pair<Bytes, Bytes> pieces(const std::vector<std::int16_t>& q, std::size_t cols, const Bytes& ids,
+                               const CoefficientIds& known) {
+    std::vector<std::uint32_t> rows;
+    std::vector<std::uint16_t> tables;
+    Bytes shifts;
+    std::size_t bits = 0;
+    for (std::size_t r = 0; r < ids.size(); ++r)
+        if (ids[r]) {
+            rows.push_back(static_cast<std::uint32_t>(r));
+            tables.push_back(known.tables[ids[r]]);
+            shifts.push_back(known.shifts[ids[r]]);
+            bits += shifts.back();
+        }
+    if (rows.empty()) return {};
+    Bytes symbols(rows.size() * cols), low(bits * ((cols + 7) / 8)), coded(2 * symbols.size() + 2000);
+    std::vector<std::int16_t> escapes(symbols.size());
+    const std::size_t n = coefficients_split(q.data(), {rows.data(), shifts.data(), rows.size(), cols}, tables.data(),
+                                             known.model->freqs.data(), symbols.data(), low.data(), escapes.data());
+    coded.resize(
+        rans_encode(symbols.data(), rows.size(), cols, tables.data(), *known.model, coded.data(), coded.size()));
+    for (std::size_t i = 0; i < n; ++i) put(low, static_cast<std::uint16_t>(escapes[i]), 2);
+    return {coded, low};
+}
+
+void test_stream(Random& random) {
+    std::vector<std::uint16_t> freqs(32, 16);
+    freqs[0] = freqs[16 + 7] = 784;
+    const RansModel model(freqs.data(), 2, 16, 10);
+    const std::uint16_t tables[] = {0, 0, 1, 1};
+    const std::uint8_t shifts[] = {0, 0, 0, 5};
+    const CoefficientIds known{tables, shifts, 4, &model};
+    const auto rows = static_cast<std::size_t>(pick(random, 1, 12)),
+               cols = static_cast<std::size_t>(pick(random, 1, 70));
+    Bytes ids(rows), defaults(rows);
+    auto q = numbers(random, rows * cols, 300, 0.5);
+    std::vector<std::int16_t> differences(rows), back(rows * cols, 7);
+    for (std::size_t r = 0; r < rows; ++r) {
+        ids[r] = static_cast<std::uint8_t>(pick(random, 0, 3)),
+        defaults[r] = static_cast<std::uint8_t>(pick(random, 0, 3));
+        differences[r] = static_cast<std::int16_t>(ids[r] - defaults[r]);
+        if (!ids[r]) std::fill_n(q.begin() + static_cast<std::ptrdiff_t>(r * cols), cols, std::int16_t{0});
+    }
+    const auto [of_ids, ids_rest] = pieces(differences, rows, {1}, known);
+    const auto [coded, rest] = pieces(q, cols, ids, known);
+    Bytes stream;
+    put(stream, 0, 2), put(stream, 1, 2), put(stream, 4 + of_ids.size() + ids_rest.size(), 4),
+        put(stream, coded.size(), 4);
+    put(stream, of_ids.size(), 4);
+    for (const auto* each : {&of_ids, &ids_rest, &coded, &rest})
+        stream.insert(stream.end(), each->begin(), each->end());
+    const auto decodes = [&](const Bytes& bytes) {
+        const Bytes exact(bytes);  // of just this size
+        try {
+            coefficients_decode(exact.data(), exact.size(), known, defaults.data(), back.data(), rows, cols);
+        } catch (const std::invalid_argument&) {
+            return false;
+        }
+        return true;
+    };
+    CHECK(decodes(stream) && back == q);
+    for (std::size_t n = 0; n < stream.size(); ++n)
+        CHECK(!decodes(Bytes(stream.begin(), stream.begin() + static_cast<std::ptrdiff_t>(n))));
+    for (int i = 0; i < 200; ++i) {
+        Bytes wrong(stream);
+        wrong[static_cast<std::size_t>(pick(random, 0, static_cast<std::int64_t>(wrong.size()) - 1))] ^=
+            static_cast<std::uint8_t>(1 << pick(random, 0, 7));
+        decodes(wrong);
+    }
+}
+
 // What is written can be read again, but for the rounding, with the words in any order of axes that leaves no gaps.
 void test_words(Random& random) {
     const std::size_t layers = 2, pages = 2, page_tokens = static_cast<std::size_t>(pick(random, 1, 20)), heads = 3;
@@ -114,6 +194,7 @@ void test_klt() {
         for (int turn = 0; turn < 20; ++turn) {
             test_transform(random);
             test_rows(random);
+            test_stream(random);
             test_words(random);
         }
     });
