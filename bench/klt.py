@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +31,10 @@ from lmkv.codec.klt import Klt, quantise, rows
 from lmkv.codec.profile import Profile, open_profile
 from lmkv.codec.shape import Shape
 from lmkv.codec.tables import BITS, FREQS, SHIFT, TABLE
-from lmkv_bench import Runs
+from lmkv_bench import Step, beside_memcpy
 
 TOKENS = 256
 Part = tuple[memoryview, Shape]
-Step = tuple[str, Callable[[], object], int, float]  # name, what to time, bytes of bfloat16, bits of a value
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """CPU time of a call that keeps to this thread."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
 
 
 def parts(path: Path, profile: Profile, layers: int, count: int) -> list[Part]:
@@ -82,7 +72,7 @@ def codec_steps(name: str, codec: Codec, some: list[Part]) -> list[Step]:
         for stream in streams:
             codec.decode(stream, back)
 
-    return [(f"{name} encode", encode, nbytes, bits), (f"{name} decode", decode, nbytes, bits)]
+    return [Step(f"{name} encode", encode, nbytes, bits), Step(f"{name} decode", decode, nbytes, bits)]
 
 
 def symbol_steps(name: str, profile: Profile, level: int, some: list[Part]) -> list[Step]:
@@ -119,7 +109,10 @@ def symbol_steps(name: str, profile: Profile, level: int, some: list[Part]) -> l
     rans()
     assert all((symbols == into).all() for (symbols, _), into in zip(coded, back, strict=True))
     sizes = [8 * sum(map(len, each)) / count for each in (streams, packed)]
-    return [(f"{name} rANS decode", rans, 2 * count, sizes[0]), (f"{name} zstd-1 decode", zstd, 2 * count, sizes[1])]
+    return [
+        Step(f"{name} rANS decode", rans, 2 * count, sizes[0]),
+        Step(f"{name} zstd-1 decode", zstd, 2 * count, sizes[1]),
+    ]
 
 
 def main() -> None:
@@ -131,25 +124,13 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    profile, runs = open_profile(options.profile), Runs()
+    profile = open_profile(options.profile)
     some, steps = parts(options.kv, profile, options.layers, options.parts), []
     for level in options.levels:
         steps += codec_steps(f"klt:{level}", Klt(level, profile.id), some)
         steps += symbol_steps(f"klt:{level}", profile, level, some)
     steps += codec_steps("kch", Kch(), some)
-    source, target = np.ones(32 << 20, np.uint8), np.ones(32 << 20, np.uint8)
-    for _ in track(range(options.rounds), "klt"):
-        runs.note("memcpy", source.size / seconds(lambda: np.copyto(target, source)) / 1e9)
-        for name, call, nbytes, _ in steps:
-            runs.note(name, nbytes / seconds(call) / 1e9, of="memcpy")
-    bits, made = {name: each for name, _, _, each in steps}, []
-    for found in runs.figures():
-        row = {"step": found["step"], "bits": bits.get(found["step"], 16.0), "GB/s": found["median"], "of memcpy": ""}
-        if found["of"]:
-            ratios = sorted(runs.ratios(found["step"]))
-            row["of memcpy"] = f"{found['ratio']:.4f} [{ratios[0]:.4f}, {ratios[-1]:.4f}]"
-        made.append(row)
-    emit(made)
+    emit(beside_memcpy(steps, 32 << 20, track(range(options.rounds), "klt")))
 
 
 if __name__ == "__main__":

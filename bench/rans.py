@@ -11,9 +11,6 @@ busy machine disturbs less.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import zstandard
@@ -22,21 +19,13 @@ from lmkv import _native, codec
 from lmkv.cli.output import emit, track
 from lmkv.codec.shape import Shape
 from lmkv.codec.tables import BITS, FREQS
-from lmkv_bench import Runs
+from lmkv_bench import Step, beside_memcpy
 
 COLUMNS = 256
-Step = tuple[str, Callable[[], object], float]
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """CPU time of a call that keeps to this thread."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
 
 
 def rans_steps(values: int) -> list[Step]:
-    """Steps with the bits of a symbol. One call codes all: rows of 256 symbols, each with one of all the tables."""
+    """One call codes all: rows of 256 symbols, each with one of all the tables."""
     rng = np.random.default_rng(0)
     tables = rng.integers(0, len(FREQS), values // COLUMNS).astype(np.uint16)
     share = np.cumsum(FREQS, 1)
@@ -54,11 +43,12 @@ def rans_steps(values: int) -> list[Step]:
 
     decode()
     assert (back == symbols).all()
+    nbytes, mine, theirs = 2 * values, 8 * used / values, 8 * len(packed) / values
     return [
-        ("rANS encode", lambda: _native.rans_encode(symbols, tables, FREQS, BITS, out), 8 * used / values),
-        ("rANS decode", decode, 8 * used / values),
-        ("zstd-1 encode", lambda: zstandard.ZstdCompressor(1).compress(symbols), 8 * len(packed) / values),
-        ("zstd-1 decode", lambda: zstandard.ZstdDecompressor().decompress(packed), 8 * len(packed) / values),
+        Step("rANS encode", lambda: _native.rans_encode(symbols, tables, FREQS, BITS, out), nbytes, mine),
+        Step("rANS decode", decode, nbytes, mine),
+        Step("zstd-1 encode", lambda: zstandard.ZstdCompressor(1).compress(symbols), nbytes, theirs),
+        Step("zstd-1 decode", lambda: zstandard.ZstdDecompressor().decompress(packed), nbytes, theirs),
     ]
 
 
@@ -76,8 +66,8 @@ def exact_steps(values: int) -> list[Step]:
     assert back == raw
     stream = bytes(out[:used])
     return [
-        ("xpl encode", lambda: xpl.encode(raw, out, shape), 16 * used / len(raw)),
-        ("xpl decode", lambda: xpl.decode(memoryview(stream), back), 16 * used / len(raw)),
+        Step("xpl encode", lambda: xpl.encode(raw, out, shape), len(raw), 16 * used / len(raw)),
+        Step("xpl decode", lambda: xpl.decode(memoryview(stream), back), len(raw), 16 * used / len(raw)),
     ]
 
 
@@ -88,20 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     nbytes = options.mib << 20
     steps = rans_steps(nbytes // 2) + exact_steps(nbytes // 2)
-    source, target, runs = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8), Runs()
-    for _ in track(range(options.rounds), "rans"):
-        runs.note("memcpy", nbytes / seconds(lambda: np.copyto(target, source)) / 1e9)
-        for name, call, _ in steps:
-            runs.note(name, nbytes / seconds(call) / 1e9, of="memcpy")
-    rows: list[dict[str, Any]] = []
-    bits = {name: each for name, _, each in steps}
-    for found in runs.figures():
-        row = {"step": found["step"], "bits": bits.get(found["step"], 16.0), "GB/s": found["median"], "of memcpy": ""}
-        if found["of"]:
-            ratios = sorted(runs.ratios(found["step"]))
-            row["of memcpy"] = f"{found['ratio']:.3f} [{ratios[0]:.3f}, {ratios[-1]:.3f}]"
-        rows.append(row)
-    emit(rows)
+    emit(beside_memcpy(steps, nbytes, track(range(options.rounds), "rans")))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ void KltMatrix::transform(const std::int16_t* q, std::size_t tokens, std::size_t
     std::int32_t* const sums = grow(scratch.sums, tokens * kKltSlab);
     std::fill_n(sizes, tokens, 0);
     auto add = klt_sums_portable;
-    std::size_t eights = 0;  // tokens that are listed eight at a time
+    [[maybe_unused]] std::size_t eights = 0;  // tokens that are listed eight at a time
 #if defined(__x86_64__)
     if (simd() >= Simd::avx2) add = klt_sums_avx2, eights = tokens / 8 * 8;
 #endif
@@ -181,7 +181,6 @@ void KltMatrix::transform(const std::int16_t* q, std::size_t tokens, std::size_t
             ++t;
         }
     }
-    (void)eights;
     for (std::size_t c = 0; c < channels; c += kKltSlab) {
         const std::int16_t* const numbers = slab(c / kKltSlab);
         const std::size_t n = std::min(kKltSlab, channels - c);

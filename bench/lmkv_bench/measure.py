@@ -10,10 +10,10 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,35 @@ def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+class Step(NamedTuple):
+    """What to time, the bytes of bfloat16 that it stands for, and its bits a value."""
+
+    name: str
+    call: Callable[[], object]
+    nbytes: int
+    bits: float
+
+
+def beside_memcpy(steps: Sequence[Step], nbytes: int, rounds: Iterable[object]) -> list[dict[str, Any]]:
+    """Rows of a table: CPU time of steps that keep to this thread, and of memcpy of ``nbytes``. Each round times every
+    step once; ratios are of one round: median [lowest, highest]."""
+    source, target, runs, rows = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8), Runs(), []
+    for _ in rounds:
+        for step in (Step("memcpy", lambda: np.copyto(target, source), nbytes, 16.0), *steps):
+            start = time.thread_time()
+            step.call()
+            of = "" if step.name == "memcpy" else "memcpy"
+            runs.note(step.name, step.nbytes / (time.thread_time() - start) / 1e9, of=of)
+    bits = {step.name: step.bits for step in steps}
+    for found in runs.figures():
+        ratios = sorted(runs.ratios(found["step"])) if found["of"] else []
+        rows.append(
+            {"step": found["step"], "bits": bits.get(found["step"], 16.0), "GB/s": found["median"]}
+            | {"of memcpy": f"{found['ratio']:.4f} [{ratios[0]:.4f}, {ratios[-1]:.4f}]" if ratios else ""}
+        )
+    return rows
 
 
 class Memcpy:
