@@ -7,8 +7,9 @@ ExampleConnector, whose files stay in the page cache. Both compute the same prom
 its host service are started again, and the hits are measured in turn, each prompt from disk before from memory. A hit
 is held against the next one of the same prompt in the same engine, which vLLM has in its own prefix cache by then (on a
 CPU an engine without a connector computes on another number of cores). Before that, hits of another prompt have touched
-all of vLLM's own blocks, as in an engine that has run for a while. CPU seconds are those of all processes of an engine,
-and of the host service, until their work on the prompt is over.
+all of vLLM's own blocks, as in an engine that has run for a while. A step starts when both engines are idle: a worker
+of vLLM spins for most of a second after each step, which on two cores doubles what the other engine takes. CPU seconds
+are those of all processes of an engine, and of the host service, until their work on the prompt is over.
 """
 
 from __future__ import annotations
@@ -104,13 +105,25 @@ class Bench:
         """lmkv's saves and writes are over."""
         settled(self.socket, 1)
 
+    def cpu(self, engine: Engine) -> float:
+        """CPU seconds so far of ``engine``, and of the service that belongs to it."""
+        return cpu_seconds(engine, self.socket if engine is self.lmkv else Path("/nowhere"))
+
+    def idle(self) -> None:
+        """Return when neither engine has used a tenth of a core for a while."""
+        used = -1.0
+        while (now := self.cpu(self.lmkv) + self.cpu(self.example)) > used + 0.02:
+            used = now
+            time.sleep(0.2)
+
     def run(self, step: str, engine: Engine, ids: list[int], cached: int, after: Callable[[], object] | None) -> None:
         """Measure one step; SystemExit when it was not the hit, or not the miss, that it should be."""
-        before = cpu_seconds(engine, self.socket if engine is self.lmkv else Path("/nowhere"))
+        self.idle()
+        before = self.cpu(engine)
         (output,), seconds = engine.timed([ids], max_tokens=1)
         if after:
             after()
-        used = cpu_seconds(engine, self.socket if engine is self.lmkv else Path("/nowhere")) - before
+        used = self.cpu(engine) - before
         if output.cached != cached:
             raise SystemExit(f"{engine.tail(3000)}\n{step}: {output.cached} tokens from a cache, not {cached}")
         self.runs[step].append((seconds, used))
