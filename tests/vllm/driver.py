@@ -16,7 +16,9 @@ import time
 import traceback
 from typing import Any
 
+import fp8_kernels
 import prometheus_client
+import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -124,4 +126,6 @@ if __name__ == "__main__":  # vLLM's own children import this file again
     number = int(sys.argv[1])
     os.set_inheritable(number, False)
     MlaPrefixes.install()
+    if not torch.cpu._is_avx512_supported():
+        fp8_kernels.install()
     serve(socket.socket(fileno=number))

@@ -42,7 +42,6 @@ BENCH_ENVIRONMENT = {
 # bfloat16 without its instructions is several times slower than float32
 DTYPE = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 AMX = torch.cpu._is_amx_tile_supported()
-AVX512 = torch.cpu._is_avx512_supported()
 
 
 class EngineError(Exception):

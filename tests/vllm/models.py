@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import vllm_models
-from engine import AVX512, ROOT
+from engine import ROOT
 
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
 
@@ -18,14 +18,13 @@ SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
 class Model:
     """name: the test's. checkpoint: of `tools/vllm_models.py`, or smollm2. args: for `Engine.open`.
 
-    usual: in the default set. trouble: why this CPU cannot run it.
+    usual: in the default set.
     """
 
     name: str
     checkpoint: str = ""
     args: dict[str, Any] = field(default_factory=dict)
     usual: bool = False
-    trouble: str = ""
 
     def folder(self) -> Path:
         """The checkpoint, written first if need be."""
@@ -37,14 +36,13 @@ class Model:
 
 
 MLA = {"allow_mla_prefixes": True}
-NO_FP8 = "" if AVX512 else "vLLM's fp8 KV on CPU needs AVX-512"
 MODELS = (
     Model("smollm2", usual=True),
     Model("gemma3", usual=True),
     Model("lfm2", usual=True),
     Model("deepseek_v2", args=MLA, usual=True),
     Model("qwen3"),
-    Model("qwen3_fp8", "qwen3", {"kv_cache_dtype": "fp8"}, trouble=NO_FP8),
+    Model("qwen3_fp8", "qwen3", {"kv_cache_dtype": "fp8"}, usual=True),
     Model("mixtral"),
     Model("gpt_oss"),
     Model("deepseek_v3", args=MLA),
@@ -57,8 +55,6 @@ def cases() -> list[Any]:
     found = []
     for model in MODELS:
         marks = [] if model.usual else [pytest.mark.all]
-        if model.trouble:
-            marks.append(pytest.mark.skip(reason=model.trouble))
         found.append(pytest.param(model, id=model.name, marks=marks))
     return found
 
