@@ -183,7 +183,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Configuration errors are raised here too: the engine is still starting."""
-        self.scheduler.meet([each for each in metadata.values() if isinstance(each, Handshake)])
+        ranks = [each for each in metadata.values() if isinstance(each, Handshake)]
+        if len(ranks) < len(metadata):  # vLLM's MultiConnector hands one child's handshake to all of them
+            raise ConfigError("kv_connector", "the MultiConnector has another connector with a handshake of its own")
+        self.scheduler.meet(ranks)
 
     @guarded(_nothing)
     def on_new_request(self, request: Request) -> None:
@@ -263,6 +266,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """On the scheduler's side vLLM asks once for every step that has ended, in order."""
+        if isinstance(self.side, Scheduler):
+            self.side.measure()
         counts = self._since.take(self.side.stats.snapshot())
         seconds, self._seconds = self._seconds, []
         if not counts and not seconds and self._spent < REPORT_SECONDS:

@@ -80,6 +80,7 @@ class Events:
         """Nothing stored before counts any more."""
         if self.wanted:
             self._held.clear()
+            self._asked = None  # its answer is about what is gone
             self._ready = [AllBlocksCleared()]
 
     def take(self, host: Host | None, scope: bytes) -> list[KVCacheEvent]:
@@ -96,21 +97,29 @@ class Events:
         ready, self._ready = self._ready, []
         return ready
 
+    def _forget(self) -> None:
+        """The service is another one, or cleared for another engine: tell all that was told as gone."""
+        for event, tiers in self._held.values():
+            for medium in sorted({_medium(tier) for tier in tiers}):
+                self._ready.append(_removed(event, medium))
+        self._held.clear()
+
     def _moved(self, changes: Sequence[tuple[str, str, bytes, int]]) -> None:
         for kind, tier, digest, group in changes:
+            if kind in ("lost", "cleared"):
+                self._forget()
+                continue
             event, tiers = self._held.get((digest, group), (None, set()))
             if event is None or (tier in tiers) == (kind == "stored"):
                 continue
-            medium = MEDIUM_CPU if tier == HOST_TIER else MEDIUM_STORAGE
+            medium = _medium(tier)
             if kind == "stored":
                 tiers.add(tier)
                 self._ready.append(msgspec.structs.replace(event, medium=medium))
                 continue
             tiers.discard(tier)
-            left = {MEDIUM_CPU if each == HOST_TIER else MEDIUM_STORAGE for each in tiers}
-            if medium not in left:
-                names = list(event.block_hashes)
-                self._ready.append(BlockRemoved(block_hashes=names, medium=medium, group_idx=event.group_idx))
+            if medium not in {_medium(each) for each in tiers}:
+                self._ready.append(_removed(event, medium))
             if not tiers:
                 del self._held[digest, group]
 
@@ -118,3 +127,11 @@ class Events:
         """End the background thread."""
         if self._worker is not None:
             self._worker.close(time.monotonic())
+
+
+def _medium(tier: str) -> str:
+    return MEDIUM_CPU if tier == HOST_TIER else MEDIUM_STORAGE
+
+
+def _removed(event: BlockStored, medium: str) -> BlockRemoved:
+    return BlockRemoved(block_hashes=list(event.block_hashes), medium=medium, group_idx=event.group_idx)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmkv_vllm.geometry import Plan
 
 NO_DIGEST = bytes(DIGEST_BYTES)
+MAX_TTL = 1e9
 
 
 @dataclass(eq=False)
@@ -23,7 +24,7 @@ class Tracked:
 
     asked: when its lookup went out (monotonic). local: tokens vLLM held itself when it asked. hit: tokens of the load
     that was started, by tier in ``tiers``. next_save: the first chunk not handed to the workers yet. stale: its blocks
-    hold bytes from before a reset. failures: its loads that failed.
+    hold bytes from before a reset. refused: there was nothing to look up. failures: its loads that failed.
     """
 
     request: Request
@@ -39,6 +40,7 @@ class Tracked:
     tiers: dict[str, int] = field(default_factory=dict)
     next_save: int = 0
     stale: bool = False
+    refused: bool = False
     failures: int = 0
     reason: str = ""
 
@@ -51,7 +53,7 @@ class Tracked:
         number = isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and ttl > 0
         return cls(
             request, params.get("lmkv.skip_save") is True, params.get("lmkv.skip_load") is True,
-            float(ttl) if number else None,
+            min(float(ttl), MAX_TTL) if number else None,
         )  # fmt: skip
 
     def chunks(self, plan: Plan, first: int, stop: int) -> tuple[bytes, tuple[bytes, ...]]:
@@ -72,9 +74,9 @@ class Tracked:
         return not (self.skip_save or self.stale)
 
     def restart(self) -> None:
-        """It will be computed from its first token again."""
-        self.next_save, self.stale = 0, False
+        """It will be computed from its first token again; vLLM's own prefix cache may still bring stale blocks."""
+        self.next_save = 0
 
     def forget_answer(self) -> None:
         """Ask again next time."""
-        self.lookup, self.answer, self.asked = None, None, 0.0
+        self.lookup, self.answer, self.asked, self.refused = None, None, 0.0, False

@@ -61,6 +61,12 @@ class Saves:
     def _behind(self, blocks: Sequence[Sequence[int]], tokens: int) -> Iterator[int]:
         for group in self.plan.groups:
             yield from blocks[group.number][tokens // group.block_tokens :]
+        for number in self._unstored(len(blocks)):
+            yield from blocks[number]
+
+    def _unstored(self, groups: int) -> set[int]:
+        """vLLM's groups that are not stored: their blocks come from the same pool."""
+        return set(range(groups)) - {group.number for group in self.plan.groups}
 
     def add(self, output: SchedulerOutput, requests: dict[str, Tracked], step: Step) -> None:
         """Put this step's saves into ``step``: the chunks whose last token it computes, and states handed over."""

@@ -10,7 +10,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,8 @@ class Scheduler:
         self._bad: dict[bytes, set[int]] = {}
         self._failed: dict[str, str] = {}
         self._events = Events(config, self.plan)
-        self._step_tokens = 0
-        self._prefill_speed = self._step_started = 0.0
+        self._steps: deque[tuple[float, int]] = deque()  # those under way: when they began, and their tokens
+        self._prefill_speed = self._step_ended = 0.0
         self._load_speed: dict[str, float] = {}
         self._lines = 0.0
         self._lines_at = 0.0
@@ -151,9 +151,12 @@ class Scheduler:
             return 0, False
         if state.loading:
             return None, False
+        if state.answer is not None and time.monotonic() - state.asked > self.options.load_timeout / 2:
+            self._drop(state)  # its lease would end before the load
         if state.answer is None:
             if state.lookup is None and not self._ask(state):
-                return self._miss(state, "shorter than a chunk")
+                state.refused = True
+                return self._miss(state, "failed before" if self._bad else "shorter than a chunk")
             if not state.lookup.done():  # type: ignore[union-attr]
                 if time.monotonic() - state.asked < self.options.lookup_timeout:
                     return None, False
@@ -168,8 +171,12 @@ class Scheduler:
             return self._miss(state, state.answer.reason if not found else "held by vLLM already")
         if gain < self.options.min_hit_tokens:
             return self._miss(state, "below min_hit_tokens")
-        if not self._worth_it(self._tiers(state.answer, local, found), gain):
+        tiers = self._tiers(state.answer, local, found)
+        if not self._worth_it(tiers, gain):
+            if state.reason != "not worth loading":
+                self._try_again(tiers)
             return self._miss(state, "not worth loading")
+        state.reason = "not taken by vLLM"
         return gain, True
 
     def _miss(self, state: Tracked, reason: str) -> tuple[int, bool]:
@@ -204,11 +211,13 @@ class Scheduler:
         if not self.options.worth_it or not self._prefill_speed:
             return True
         seconds = sum(tokens * self._load_speed.get(tier, 0.0) for tier, tokens in tiers.items())
-        worth = seconds <= gain * self._prefill_speed
-        for tier in () if worth else tiers:
+        return seconds <= gain * self._prefill_speed
+
+    def _try_again(self, tiers: Iterable[str]) -> None:
+        """After enough refusals these tiers are loaded from again: what is never tried cannot be measured."""
+        for tier in tiers:
             if tier in self._load_speed:
-                self._load_speed[tier] *= 0.95  # what is never tried again cannot be measured again
-        return worth
+                self._load_speed[tier] *= 0.95
 
     def _drop(self, state: Tracked) -> None:
         """Let go of a request's lease and forget its answer."""
@@ -222,7 +231,7 @@ class Scheduler:
         """vLLM has blocks for a request; ``tokens`` of them are to be loaded, 0 for none (another's, or done)."""
         state = self._requests.get(request.request_id)
         if not tokens:
-            if state is not None and not state.loading and state.lookup is not None:
+            if state is not None and not state.loading and (state.lookup is not None or state.refused):
                 self._log(state, 0)
                 self._drop(state)
             return True
@@ -234,8 +243,7 @@ class Scheduler:
         targets = self._targets(ids, start, stop)
         state.tiers = self._tiers(state.answer, start, stop)
         self._start(state, Load(request.request_id, self.scope, start, stop, before, digests, targets))
-        state.hit, state.next_save = tokens, stop // chunk
-        self.stats.add("hit_tokens", tokens)
+        state.hit, state.next_save, state.reason = tokens, stop // chunk, ""
         return True
 
     def fail(self, request: Request) -> None:
@@ -272,7 +280,7 @@ class Scheduler:
 
     def step(self, output: SchedulerOutput) -> Step:
         """The loads of a step, and the saves to settle before it."""
-        self._measure(output)
+        self._steps.append((time.monotonic(), output.total_num_scheduled_tokens))
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None:
@@ -294,13 +302,19 @@ class Scheduler:
         if self.host is not None and self.host.available:
             self.saves.add(output, self._requests, step)
 
-    def _measure(self, output: SchedulerOutput) -> None:
-        """Seconds a token of prefill, from steps that computed enough of them."""
-        now = time.monotonic()
-        if self._step_started and self._step_tokens >= MEASURED_TOKENS:
-            each = (now - self._step_started) / self._step_tokens
+    def measure(self) -> None:
+        """The oldest step under way has ended. Seconds a token of prefill, from steps that computed enough of them.
+
+        With several steps under way, one starts on the workers when the one before it has ended.
+        """
+        if not self._steps:
+            return
+        began, tokens = self._steps.popleft()
+        now, began = time.monotonic(), max(began, self._step_ended)
+        self._step_ended = now
+        if tokens >= MEASURED_TOKENS:
+            each = (now - began) / tokens
             self._prefill_speed = 0.8 * self._prefill_speed + 0.2 * each if self._prefill_speed else each
-        self._step_started, self._step_tokens = now, output.total_num_scheduled_tokens
 
     # What comes back.
 
@@ -312,7 +326,8 @@ class Scheduler:
                     groups.discard(group)
                     if not groups:
                         del self._bad[digest]
-            self._events.stored(save, state, kept)
+            if save.scope == self.scope:
+                self._events.stored(save, state, kept)
         for done in outcome.loaded:
             if done.reason:
                 for digest, group in done.failed:
@@ -342,6 +357,8 @@ class Scheduler:
             state.failures += 1
             state.skip_load = state.skip_load or state.failures >= MAX_FAILURES
             state.reason = f"load failed: {failed}"
+        else:
+            self.stats.add("hit_tokens", state.hit)
         self._log(state, 0 if failed else state.hit)
         self._drop(state)
 
