@@ -21,7 +21,7 @@ BROKEN: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "targets": (S, "_targets"),
     "sources": (S, "sources"),
     "step": (S, "step"),
-    "measure": (S, "_measure"),
+    "measure": (S, "measure"),
     "settle list": (lambda e: S(e).saves, "to_settle"),
     "save": (S, "save"),
     "save states": (lambda e: S(e).saves, "_put"),
