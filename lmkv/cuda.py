@@ -62,7 +62,8 @@ class PinnedMemory:
     def __init__(self, device: int | None = None) -> None:
         from cupy.cuda import Device, runtime
 
-        number, usable = Device(device).id, runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        self._device = Device(device)
+        number, usable = self._device.id, runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
         if not runtime.deviceGetAttribute(usable, number):
             raise LmkvError(f"CUDA device {number} cannot use the host's addresses")
         self._runtime: Any = runtime
@@ -71,7 +72,7 @@ class PinnedMemory:
 
     def add(self, address: int, nbytes: int) -> None:
         """Register ``[address, address + nbytes)``: whole slabs, none twice."""
-        with self._lock:
+        with self._lock, self._device:
             self._runtime.hostRegister(address, nbytes, 1 | 2)  # cudaHostRegisterPortable | cudaHostRegisterMapped
             at = np.searchsorted(self._ranges[:, 0], address)
             self._ranges = np.insert(self._ranges, at, (address, address + nbytes), axis=0)

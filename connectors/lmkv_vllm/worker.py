@@ -6,6 +6,7 @@ waits for nothing but a copy under way out of a block that is about to be overwr
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import numpy as np
 
 from lmkv import chunk
 from lmkv.codec import meanings
-from lmkv.errors import BadInput, LmkvError, Unavailable
+from lmkv.errors import BadInput, ConfigError, LmkvError, Unavailable
 from lmkv.keys import NO_TENANT, ChunkKey
 from lmkv.pages import PagedKV
 from lmkv.rows import PageRows
@@ -61,6 +62,11 @@ class SaveJob:
             self._copying, self._over = False, self._over or over
             self._changed.notify_all()
 
+    @property
+    def given_up(self) -> bool:
+        """Its blocks may hold other bytes by now."""
+        return self._given_up
+
     def settle(self) -> bool:
         """Return once the blocks may be overwritten. True: the job had to be given up for that."""
         with self._changed:
@@ -83,7 +89,7 @@ class Worker:
         self.pages: PagedKV | None = None
         self.where = self._pinned_for = ""
         self._scope, self._idle = b"", False
-        self._lock = threading.Lock()
+        self._lock, self._pinning = threading.Lock(), threading.Lock()
         self._load_ended = threading.Condition(self._lock)
         self._jobs: dict[int, SaveJob] = {}
         self._outcome = Outcome()
@@ -113,6 +119,8 @@ class Worker:
         if self.device.is_cuda:
             from lmkv.cuda import CudaPagedKV, PinnedMemory
 
+            if importlib.util.find_spec("cupy") is None:
+                raise ConfigError("cuda", "copies on a GPU need CuPy: pip install 'lmkv[cuda]'")
             self._pinned = PinnedMemory(self.device.get_device())
             self._pin()
             self.pages = CudaPagedKV(self.spec, views, self._pinned, keep=tensors, device=self.device.get_device())
@@ -122,9 +130,11 @@ class Worker:
 
     def _pin(self) -> None:
         """Let the GPU use the service's memory: another mapping after another service took over."""
-        if self.device.is_cuda and self.host is not None and self.host.server_id != self._pinned_for:
+        if not self.device.is_cuda or self.host is None:
+            return
+        with self._pinning:
             address, nbytes = self.host.region
-            if nbytes:
+            if nbytes and self.host.server_id != self._pinned_for:
                 self._pinned.add(address, nbytes)
                 self._pinned_for = self.host.server_id
 
@@ -152,15 +162,15 @@ class Worker:
     def load(self, step: Step) -> None:
         """Start this step's loads."""
         self._scope, self._idle = step.scope, step.idle
-        after = None
+        after, ends = None, time.monotonic() + self.options.load_timeout
         for load in step.loads:
             with self._lock:
                 self._loads[load.request] = load
             try:
                 after = after or self._event()
-                self._loaders.submit(self._load, load, after)
+                self._loaders.submit(self._load, load, after, ends)
             except Exception as error:  # vLLM waits for the request: it must hear of its end
-                self._end(Loaded(load.request, 0, {}, 0.0, 0, (), _reason(error)), load)
+                self._end(Loaded(load.request, 0, {}, 0.0, 0, (), _reason(error)))
 
     def save(self, step: Step) -> None:
         """Start this step's saves; the forward that made their bytes has been submitted."""
@@ -192,6 +202,12 @@ class Worker:
             if self._idle and self._loads:
                 self._load_ended.wait_for(lambda: self._ended, IDLE_SECONDS)
             ended, self._ended = self._ended, []
+            for done in ended:
+                load = self._loads.get(done.request)
+                if load is not None and load.scope != self._scope and not done.reason:
+                    done.tokens, done.reason = load.start, "reset"
+                if done.reason:
+                    self.stats.add(f"load.failed.{done.reason}")
         return ended
 
     def bad_blocks(self, ended: Loaded, load: Load) -> set[int]:
@@ -221,26 +237,24 @@ class Worker:
             ids.append(np.where(given > 0, given, -1))
         return PageRows(self.spec, self.pages, ids, start, stop)
 
-    def _load(self, load: Load, after: Any) -> None:
+    def _load(self, load: Load, after: Any, ends: float) -> None:
         started = time.monotonic()
         try:
-            done = self._fetch(load, after) if load.digests else Loaded(load.request, 0, {}, 0.0, 0, (), "no plan")
+            done = (
+                self._fetch(load, after, ends) if load.digests else Loaded(load.request, 0, {}, 0.0, 0, (), "no plan")
+            )
         except Exception as error:
             done = Loaded(load.request, load.start, {}, 0.0, 0, ((load.digests[0], 0),), _reason(error))
         done.seconds = time.monotonic() - started
-        self._end(done, load)
+        self._end(done)
 
-    def _end(self, done: Loaded, load: Load) -> None:
-        if load.scope != self._scope and not done.reason:
-            done.tokens, done.reason = load.start, "reset"
-        if done.reason:
-            self.stats.add(f"load.failed.{done.reason}")
+    def _end(self, done: Loaded) -> None:
         with self._lock:
             self._ended.append(done)
             self._load_ended.notify_all()
             self._outcome.loaded.append(done)
 
-    def _fetch(self, load: Load, after: Any) -> Loaded:
+    def _fetch(self, load: Load, after: Any, ends: float) -> Loaded:
         chunk_tokens = self.plan.chunk_tokens
         first, chunks = load.start // chunk_tokens, load.stop // chunk_tokens
         rows = self._rows(load.blocks, load.start, load.stop)
@@ -256,7 +270,10 @@ class Worker:
         tiers: dict[str, int] = {}
         got, nbytes, reason = 0, 0, ""
         try:
-            for run in self.host.fetch(keys, [self.sizes[key.group] for key in keys], self.options.load_timeout):
+            left = ends - time.monotonic()
+            if left <= 0:  # other loads took its time
+                raise Unavailable("timeout")
+            for run in self.host.fetch(keys, [self.sizes[key.group] for key in keys], left):
                 if isinstance(run, str):
                     reason = run
                     break
@@ -299,7 +316,7 @@ class Worker:
         save, host = job.save, self.host
         chunk_tokens = self.plan.chunk_tokens
         assert host is not None
-        if save.scope != self._scope:
+        if save.scope != self._scope or job.given_up:
             return ()
         self._pin()
         rows = self._rows(save.blocks, save.first * chunk_tokens, (save.first + len(save.digests)) * chunk_tokens)
@@ -369,13 +386,18 @@ def _leave_core() -> None:
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
 
+_quiet_until: dict[str, float] = {}  # by the exception's name
+
+
 def _reason(error: Exception) -> str:
-    """A word or two for a counter; what is unexpected is logged once a minute at most by the caller's name."""
+    """A word or two for a counter; what is unexpected is logged once a minute at most."""
     reason: Callable[[], str] | str = getattr(error, "reason", "")
     if isinstance(error, Unavailable):
         reason = str(error)[:80]
     if isinstance(reason, str) and reason:
         return reason
-    if not isinstance(error, (LmkvError, BadInput, OSError)):
+    name, now = type(error).__name__, time.monotonic()
+    if not isinstance(error, (LmkvError, BadInput, OSError)) and now >= _quiet_until.get(name, 0.0):
+        _quiet_until[name] = now + 60
         logger.warning("lmkv: %s", error, exc_info=True)
-    return type(error).__name__
+    return name

@@ -118,7 +118,7 @@ def test_a_step_without_work_waits_for_a_load_and_others_do_not(
     assert side.ended() == [], "it computes: it must go on"
     monkeypatch.setattr(worker, "IDLE_SECONDS", 60.0)
     side.load(Step(S(engine).scope, idle=True))
-    threading.Timer(0.1, side._load, (load, None)).start()
+    threading.Timer(0.1, side._load, (load, None, time.monotonic() + 60)).start()
     assert [each.request for each in side.ended()] == ["r"]
     side.take("r")
 
