@@ -316,7 +316,7 @@ class Worker:
         save, host = job.save, self.host
         chunk_tokens = self.plan.chunk_tokens
         assert host is not None
-        if save.scope != self._scope or job.given_up:
+        if save.scope != self._scope:
             return ()
         self._pin()
         rows = self._rows(save.blocks, save.first * chunk_tokens, (save.first + len(save.digests)) * chunk_tokens)
@@ -331,6 +331,8 @@ class Worker:
         step = max(1, BATCH_BYTES // size)
         kept: list[Part] = []
         for at in range(0, len(keys), step):
+            if job.given_up:
+                break
             batch = keys[at : at + step]
             answers = host.reserve(str(save.job), [(key, self.sizes[key.group]) for key in batch], RESERVE_SECONDS)
             taken = [(key, each) for key, each in zip(batch, answers, strict=True) if not isinstance(each, str)]

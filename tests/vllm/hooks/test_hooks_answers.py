@@ -43,7 +43,13 @@ def test_a_step_is_timed_from_its_start_to_its_end(service: Service, overlap: bo
         with mock.patch.object(engine, "_update", slow):
             for i in range(3):
                 engine.generate([i, *PROMPT[:45]], 3, params={"lmkv.skip_load": True})
-        assert S(engine)._prefill_speed == pytest.approx(1 / 46, rel=0.2)
+            assert S(engine)._prefill_speed == pytest.approx(1 / 46, rel=0.2)
+            S(engine)._prefill_speed = 0.0
+            engine.add([8, *PROMPT[:7]], 20)
+            engine.step()
+            engine.add([9, *PROMPT[:45]], 3, params={"lmkv.skip_load": True})  # while a step is under way
+            engine.run()
+        assert S(engine)._prefill_speed == pytest.approx(1 / 47, rel=0.2)
         assert len(S(engine)._steps) <= 1
 
 
