@@ -76,7 +76,7 @@ class Server:
     def end(self) -> int:
         """Ask it to end as a service manager does; its exit code."""
         self.process.terminate()
-        return self.process.wait(WAIT)
+        return self.process.wait(3 * WAIT)  # writes under way, on a disk that others keep busy
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
